@@ -1,0 +1,17 @@
+# One private interface target with the flags that every object of this project is built with.
+
+add_library(mxopt_build_flags INTERFACE)
+target_compile_options(mxopt_build_flags INTERFACE
+  $<$<COMPILE_LANGUAGE:CXX>:-Wall -Wextra -Wshadow -Wconversion>
+  # The numerics contract: no contraction, no fast math; a fused multiply-add is written fma().
+  $<$<COMPILE_LANGUAGE:CXX>:-ffp-contract=off>
+  $<$<COMPILE_LANGUAGE:CUDA>:--fmad=false>)
+if(MXOPT_WERROR)
+  target_compile_options(mxopt_build_flags INTERFACE $<$<COMPILE_LANGUAGE:CXX>:-Werror>)
+endif()
+if(MXOPT_SANITIZE)
+  target_compile_options(mxopt_build_flags INTERFACE
+    $<$<COMPILE_LANGUAGE:CXX>:-fsanitize=${MXOPT_SANITIZE} -fno-omit-frame-pointer
+      -fno-sanitize-recover=all -DMXOPT_SANITIZED=1>)
+  target_link_options(mxopt_build_flags INTERFACE -fsanitize=${MXOPT_SANITIZE})
+endif()
