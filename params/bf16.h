@@ -1,4 +1,4 @@
-// BF16 as a number: conversions from and to FP32. Here and not in quant/, since collectives/ sums BF16 as well.
+// BF16 as a number: conversions from and to FP32. Here and not in quant/, since collectives/ sums BF16 too.
 #pragma once
 
 #include <bit>
@@ -25,7 +25,9 @@ MXOPT_HD std::uint32_t float_to_bits(float value) {
 #endif
 }
 
-MXOPT_HD float bf16_to_fp32(Bf16 value) { return bits_to_float(static_cast<std::uint32_t>(value.bits) << 16); }
+MXOPT_HD float bf16_to_fp32(Bf16 value) {
+  return bits_to_float(static_cast<std::uint32_t>(value.bits) << 16);
+}
 
 /// Bits of `value` rounded to BF16, to nearest even; beyond the range: infinity; NaN: 0x7FC0.
 MXOPT_HD std::uint32_t bf16_rne_bits(std::uint32_t fp32_bits) {
@@ -38,6 +40,8 @@ MXOPT_HD Bf16 fp32_to_bf16(float value) {
 }
 
 /// `value` rounded to BF16 and back.
-MXOPT_HD float bf16_rne(float value) { return bits_to_float(bf16_rne_bits(float_to_bits(value)) << 16); }
+MXOPT_HD float bf16_rne(float value) {
+  return bits_to_float(bf16_rne_bits(float_to_bits(value)) << 16);
+}
 
 }  // namespace mxopt

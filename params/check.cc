@@ -8,7 +8,8 @@ namespace {
 
 std::string describe(const PeerFailure& f) {
   std::ostringstream text;
-  text << f.operation << " #" << f.sequence << " on rank " << f.rank << " failed after " << f.elapsed_ms << " ms: " << f.reason;
+  text << f.operation << " #" << f.sequence << " on rank " << f.rank << " failed after " << f.elapsed_ms
+       << " ms: " << f.reason;
   if (f.culprit_rank >= 0) text << "; culprit rank " << f.culprit_rank;
   if (!f.host.empty()) text << " (host " << f.host << ", pid " << f.pid << ")";
   return text.str();
@@ -16,11 +17,13 @@ std::string describe(const PeerFailure& f) {
 
 }  // namespace
 
-PeerError::PeerError(PeerFailure failure) : std::runtime_error(describe(failure)), failure_(std::move(failure)) {}
+PeerError::PeerError(PeerFailure failure)
+    : std::runtime_error(describe(failure)), failure_(std::move(failure)) {}
 
 void fail_check(std::string_view expression, const std::string& message, std::source_location where) {
   std::ostringstream text;
-  text << message << " [" << expression << " is false, " << where.function_name() << ":" << where.line() << "]";
+  text << message << " [" << expression << " is false, " << where.function_name() << ":" << where.line()
+       << "]";
   throw ContractError(text.str());
 }
 

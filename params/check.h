@@ -33,14 +33,14 @@ class BackendError : public std::runtime_error {
 
 /// What is known about a rank that is late, dead or out of step.
 struct PeerFailure {
-  std::string operation;          // for example "all_reduce(max, uint8 x 4096, scales)"
-  std::int64_t sequence = 0;      // number of the call on this communicator, from 0
-  double elapsed_ms = 0;          // since the call was issued
-  int rank = -1;                  // the rank that reports
-  int culprit_rank = -1;          // -1: not known
-  std::string host;               // of the culprit where known, else of the reporter
-  std::int64_t pid = 0;           // likewise
-  std::string reason;             // plain words
+  std::string operation;      // for example "all_reduce(max, uint8 x 4096, scales)"
+  std::int64_t sequence = 0;  // number of the call on this communicator, from 0
+  double elapsed_ms = 0;      // since the call was issued
+  int rank = -1;              // the rank that reports
+  int culprit_rank = -1;      // -1: not known
+  std::string host;           // of the culprit where known, else of the reporter
+  std::int64_t pid = 0;       // likewise
+  std::string reason;         // plain words
 };
 
 /// A rank is late, dead or out of step.
@@ -74,22 +74,22 @@ std::string both_values(const A& a, const B& b) {
 }  // namespace mxopt
 
 /// MXOPT_CHECK(condition, "text " << value): throws ContractError when the condition is false.
-#define MXOPT_CHECK(condition, message)                      \
-  do {                                                       \
-    if (!(condition)) [[unlikely]] {                         \
-      std::ostringstream mxopt_text;                         \
-      mxopt_text << message;                                 \
-      ::mxopt::fail_check(#condition, mxopt_text.str());     \
-    }                                                        \
+#define MXOPT_CHECK(condition, message)                  \
+  do {                                                   \
+    if (!(condition)) [[unlikely]] {                     \
+      std::ostringstream mxopt_text;                     \
+      mxopt_text << message;                             \
+      ::mxopt::fail_check(#condition, mxopt_text.str()); \
+    }                                                    \
   } while (false)
 
-#define MXOPT_CHECK_OP(a, op, b)                                              \
-  do {                                                                        \
-    const auto& mxopt_a = (a);                                                \
-    const auto& mxopt_b = (b);                                                \
-    if (!(mxopt_a op mxopt_b)) [[unlikely]] {                                 \
+#define MXOPT_CHECK_OP(a, op, b)                                                      \
+  do {                                                                                \
+    const auto& mxopt_a = (a);                                                        \
+    const auto& mxopt_b = (b);                                                        \
+    if (!(mxopt_a op mxopt_b)) [[unlikely]] {                                         \
       ::mxopt::fail_check(#a " " #op " " #b, ::mxopt::both_values(mxopt_a, mxopt_b)); \
-    }                                                                         \
+    }                                                                                 \
   } while (false)
 
 #define MXOPT_CHECK_EQ(a, b) MXOPT_CHECK_OP(a, ==, b)

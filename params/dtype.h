@@ -20,20 +20,28 @@ struct Bf16 {
 
 constexpr std::int64_t dtype_bytes(DType dtype) {
   switch (dtype) {
-    case DType::kFp32: return 4;
-    case DType::kBf16: return 2;
-    case DType::kUint8: return 1;
-    case DType::kInt64: return 8;
+    case DType::kFp32:
+      return 4;
+    case DType::kBf16:
+      return 2;
+    case DType::kUint8:
+      return 1;
+    case DType::kInt64:
+      return 8;
   }
   return 0;
 }
 
 constexpr std::string_view dtype_name(DType dtype) {
   switch (dtype) {
-    case DType::kFp32: return "fp32";
-    case DType::kBf16: return "bf16";
-    case DType::kUint8: return "uint8";
-    case DType::kInt64: return "int64";
+    case DType::kFp32:
+      return "fp32";
+    case DType::kBf16:
+      return "bf16";
+    case DType::kUint8:
+      return "uint8";
+    case DType::kInt64:
+      return "int64";
   }
   return "?";
 }
@@ -44,10 +52,14 @@ constexpr DType dtype_of() {
   static_assert(std::is_same_v<U, float> || std::is_same_v<U, Bf16> || std::is_same_v<U, std::uint8_t> ||
                     std::is_same_v<U, std::int64_t>,
                 "element type must be float, Bf16, uint8_t or int64_t");
-  if constexpr (std::is_same_v<U, float>) return DType::kFp32;
-  else if constexpr (std::is_same_v<U, Bf16>) return DType::kBf16;
-  else if constexpr (std::is_same_v<U, std::uint8_t>) return DType::kUint8;
-  else return DType::kInt64;
+  if constexpr (std::is_same_v<U, float>)
+    return DType::kFp32;
+  else if constexpr (std::is_same_v<U, Bf16>)
+    return DType::kBf16;
+  else if constexpr (std::is_same_v<U, std::uint8_t>)
+    return DType::kUint8;
+  else
+    return DType::kInt64;
 }
 
 /// `elems` packed elements of `dtype` at `data`; does not own them.
@@ -61,14 +73,14 @@ struct BasicTypedSpan {
   std::int64_t elems = 0;
 
   BasicTypedSpan() = default;
-  BasicTypedSpan(Pointer data_, DType dtype_, std::int64_t elems_) : data(data_), dtype(dtype_), elems(elems_) {}
+  BasicTypedSpan(Pointer data_, DType dtype_, std::int64_t elems_)
+      : data(data_), dtype(dtype_), elems(elems_) {}
   template <class T>
-    requires(kConst || !std::is_const_v<T>)
-  BasicTypedSpan(std::span<T> span)
+  requires(kConst || !std::is_const_v<T>) BasicTypedSpan(std::span<T> span)
       : data(span.data()), dtype(dtype_of<T>()), elems(static_cast<std::int64_t>(span.size())) {}
   template <bool kOther>
-    requires(kConst && !kOther)
-  BasicTypedSpan(const BasicTypedSpan<kOther>& other) : data(other.data), dtype(other.dtype), elems(other.elems) {}
+  requires(kConst && !kOther) BasicTypedSpan(const BasicTypedSpan<kOther>& other)
+      : data(other.data), dtype(other.dtype), elems(other.elems) {}
 
   std::int64_t bytes() const { return elems * dtype_bytes(dtype); }
   BytePointer byte_data() const { return static_cast<BytePointer>(data); }

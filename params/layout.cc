@@ -1,7 +1,8 @@
 #include "mxopt/params/layout.h"
 
 #include <algorithm>
-#include <limits>
+#include <iterator>
+#include <numeric>
 #include <sstream>
 
 #include "mxopt/params/nearest_name.h"
@@ -12,8 +13,13 @@ namespace {
 
 constexpr std::int64_t kBandRows = 32;
 constexpr std::int64_t kBlock = 32;
+// Byte counts of every arena and their sum fit 63 bits below these.
+constexpr std::int64_t kMaxElems = std::int64_t{1} << 56;
+constexpr std::int64_t kMaxWorldSize = (std::int64_t{1} << 31) - 1;
 
-std::int64_t round_up_to(std::int64_t value, std::int64_t multiple) { return (value + multiple - 1) / multiple * multiple; }
+std::int64_t round_up_to(std::int64_t value, std::int64_t multiple) {
+  return (value + multiple - 1) / multiple * multiple;
+}
 
 std::string join(const std::vector<std::string>& lines) {
   std::string text;
@@ -21,24 +27,33 @@ std::string join(const std::vector<std::string>& lines) {
   return text;
 }
 
-/// Product of the dims, or -1 when it does not fit 62 bits.
+/// Product of the dims, or -1 when it is more than kMaxElems.
 std::int64_t product(std::span<const std::int64_t> dims) {
   if (std::ranges::find(dims, 0) != dims.end()) return 0;
   std::int64_t result = 1;
   for (std::int64_t dim : dims) {
-    if (dim > (std::numeric_limits<std::int64_t>::max() / 2) / result) return -1;
+    if (dim > kMaxElems / result) return -1;
     result *= dim;
   }
   return result;
 }
 
-/// Problems of one shape, empty when it is fine.
+/// ", the nearest name is 'x'", or nothing when no name is near.
+std::string nearest_hint(std::string_view name, std::span<const std::string_view> names) {
+  const std::string_view nearest = nearest_name(name, names);
+  return nearest.empty() ? std::string() : ", the nearest name is '" + std::string(nearest) + "'";
+}
+
+/// The problem of one shape, empty when it is fine.
 std::string shape_problem(const ParamSpec& spec) {
   if (spec.shape.empty()) return "shape has no dims; allowed: rank >= 1";
   for (std::int64_t dim : spec.shape) {
     if (dim < 0) return "shape " + shape_text(spec.shape) + " has a negative dim";
   }
-  if (product(spec.shape) < 0) return "shape " + shape_text(spec.shape) + " has more than 2^62 elements";
+  const std::int64_t rows = product(std::span(spec.shape).first(spec.shape.size() - 1));
+  if (rows < 0 || spec.shape.back() > kMaxElems || product(spec.shape) < 0) {
+    return "shape " + shape_text(spec.shape) + " has more than 2^56 elements";
+  }
   return {};
 }
 
@@ -62,11 +77,12 @@ std::int64_t default_bucket_elems(const Family& family, std::int64_t world_size)
 }
 
 Layout::Layout(std::vector<ParamSpec> specs, LayoutOptions options) : options_(options) {
-  if (options_.world_size < 1) {
-    throw ConfigError("world size " + std::to_string(options_.world_size) + ": allowed is 1 or more");
+  if (options_.world_size < 1 || options_.world_size > kMaxWorldSize) {
+    throw ConfigError("world size " + std::to_string(options_.world_size) + ": allowed is 1 to 2147483647");
   }
   if (options_.bucket_elems < 0) {
-    throw ConfigError("bucket_elems " + std::to_string(options_.bucket_elems) + ": allowed is 0 (automatic) or more");
+    throw ConfigError("bucket_elems " + std::to_string(options_.bucket_elems) +
+                      ": allowed is 0 (automatic) or more");
   }
   resolve(std::move(specs));
   place();
@@ -75,14 +91,21 @@ Layout::Layout(std::vector<ParamSpec> specs, LayoutOptions options) : options_(o
 
 void Layout::resolve(std::vector<ParamSpec> specs) {
   std::vector<std::string> problems;
+  std::vector<std::string_view> names;
+  std::int64_t total_elems = 0;
   for (const ParamSpec& spec : specs) {
     if (spec.name.empty()) problems.push_back("a param has an empty name");
-    if (!index_.emplace(spec.name, static_cast<int>(index_.size())).second) {
-      problems.push_back("param '" + spec.name + "' is registered twice; to share storage, use another name and tied_to");
+    const auto [entry, fresh] = index_.emplace(spec.name, static_cast<int>(index_.size()));
+    names.push_back(entry->first);
+    if (!fresh) {
+      problems.push_back("param '" + spec.name +
+                         "' is registered twice; to share storage, use another name and tied_to");
     }
     const std::string problem = shape_problem(spec);
     if (!problem.empty()) problems.push_back("param '" + spec.name + "': " + problem);
+    if (problem.empty() && total_elems <= kMaxElems) total_elems += product(spec.shape);
   }
+  if (total_elems > kMaxElems) problems.push_back("the params have more than 2^56 elements together");
   if (!problems.empty()) throw ConfigError(join(problems));
 
   for (ParamSpec& spec : specs) {
@@ -101,10 +124,11 @@ void Layout::resolve(std::vector<ParamSpec> specs) {
         problems.push_back(subject + ": storage column is not a trainer's storage; allowed: row, both");
       }
       if (param.rows % kBlock != 0 || param.cols % kBlock != 0) {
-        const std::string reason = "matrix view " + std::to_string(param.rows) + "x" + std::to_string(param.cols) +
-                                   " is not a multiple of 32 in both dims";
+        const std::string reason = "matrix view " + std::to_string(param.rows) + "x" +
+                                   std::to_string(param.cols) + " is not a multiple of 32 in both dims";
         if (spec.fallback.value_or(options_.fallback) == Fallback::kError) {
-          problems.push_back(subject + ": mxfp8 needs it, but the " + reason + " (precision.fallback: error)");
+          problems.push_back(subject + ": mxfp8 needs it, but the " + reason +
+                             " (precision.fallback: error)");
         }
         param.fallback_reason = reason;
         param.family.format = ParamFormat::kBf16;
@@ -114,9 +138,11 @@ void Layout::resolve(std::vector<ParamSpec> specs) {
     if (!spec.tied_to.empty()) {
       const auto target = index_.find(spec.tied_to);
       if (target == index_.end()) {
-        problems.push_back(subject + ": tied_to '" + spec.tied_to + "' is not a registered param");
+        problems.push_back(subject + ": tied_to '" + spec.tied_to + "' is not a registered param" +
+                           nearest_hint(spec.tied_to, names));
       } else if (!specs[static_cast<std::size_t>(target->second)].tied_to.empty()) {
-        problems.push_back(subject + ": tied_to '" + spec.tied_to + "' is itself tied; tie both to the same param");
+        problems.push_back(subject + ": tied_to '" + spec.tied_to +
+                           "' is itself tied; tie both to the same param");
       } else {
         param.tied_to = target->second;
       }
@@ -127,10 +153,12 @@ void Layout::resolve(std::vector<ParamSpec> specs) {
   for (const ParamLayout& param : params_) {
     if (param.tied_to < 0) continue;
     const ParamLayout& target = this->param(param.tied_to);
-    if (param.shape != target.shape || !(param.family == target.family) || param.grad_mode != target.grad_mode) {
+    if (param.shape != target.shape || !(param.family == target.family) ||
+        param.grad_mode != target.grad_mode) {
       problems.push_back("param '" + param.name + "' (shape " + shape_text(param.shape) + ", " +
-                         std::string(format_name(param.family.format)) + ") is tied to '" + target.name + "' (shape " +
-                         shape_text(target.shape) + ", " + std::string(format_name(target.family.format)) +
+                         std::string(format_name(param.family.format)) + ") is tied to '" + target.name +
+                         "' (shape " + shape_text(target.shape) + ", " +
+                         std::string(format_name(target.family.format)) +
                          "), but shape, format, storage, frozen and grad_mode must be equal");
     }
   }
@@ -138,52 +166,63 @@ void Layout::resolve(std::vector<ParamSpec> specs) {
 }
 
 void Layout::place() {
+  // A backward pass in reverse registration order completes a storage when it has reached the earliest
+  // registered of the params that share it.
+  std::vector<int> completed_by(params_.size());
+  std::iota(completed_by.begin(), completed_by.end(), 0);
   std::vector<bool> shared(params_.size(), false);
-  for (const ParamLayout& param : params_) {
-    if (param.tied_to >= 0) shared[static_cast<std::size_t>(param.tied_to)] = true;
+  for (int i = 0; i < static_cast<int>(params_.size()); ++i) {
+    const int target = param(i).tied_to;
+    if (target < 0) continue;
+    shared[static_cast<std::size_t>(target)] = true;
+    completed_by[static_cast<std::size_t>(target)] =
+        std::min(completed_by[static_cast<std::size_t>(target)], i);
   }
-
-  // One open bucket per family. Buckets get their number when they close, so their order is the order in which a
-  // backward pass in reverse registration order completes them.
-  std::vector<Bucket> open;
-  const auto close = [&](Bucket& bucket) {
-    if (bucket.params.empty()) return;
-    bucket.elems = round_up_to(bucket.used_elems, kAlignElems * options_.world_size);
-    const int number = static_cast<int>(buckets_.size());
-    for (int member : bucket.params) params_[static_cast<std::size_t>(member)].bucket = number;
-    const Family family = bucket.family;
-    buckets_.push_back(std::move(bucket));
-    bucket = Bucket();
-    bucket.family = family;
+  const auto completed_later = [&](int a, int b) {
+    return completed_by[static_cast<std::size_t>(a)] > completed_by[static_cast<std::size_t>(b)];
   };
+  std::vector<int> walk;
+  for (int i = 0; i < static_cast<int>(params_.size()); ++i) {
+    if (param(i).tied_to < 0) walk.push_back(i);
+  }
+  std::ranges::sort(walk, completed_later);
+
   const auto append = [&](Bucket& bucket, int index) {
     ParamLayout& param = params_[static_cast<std::size_t>(index)];
     param.bucket_begin = round_up_to(bucket.used_elems, kAlignElems);
     bucket.used_elems = param.bucket_begin + param.elems();
     bucket.params.push_back(index);
   };
-
-  for (int i = static_cast<int>(params_.size()) - 1; i >= 0; --i) {
-    const ParamLayout& param = this->param(i);
-    if (param.tied_to >= 0) continue;
-    auto slot = std::ranges::find(open, param.family, &Bucket::family);
+  std::vector<Bucket> open;  // at most one per family
+  for (int index : walk) {
+    const Family& family = param(index).family;
+    if (shared[static_cast<std::size_t>(index)]) {
+      Bucket alone;
+      alone.family = family;
+      append(alone, index);
+      buckets_.push_back(std::move(alone));
+      continue;
+    }
+    auto slot = std::ranges::find(open, family, &Bucket::family);
     if (slot == open.end()) {
       slot = open.insert(open.end(), Bucket());
-      slot->family = param.family;
+      slot->family = family;
     }
-    const bool alone = shared[static_cast<std::size_t>(i)];
-    if (alone) close(*slot);
-    append(*slot, i);
+    append(*slot, index);
     const std::int64_t limit =
-        options_.bucket_elems > 0 ? options_.bucket_elems : default_bucket_elems(param.family, options_.world_size);
-    if (alone || slot->used_elems >= limit) close(*slot);
+        options_.bucket_elems > 0 ? options_.bucket_elems : default_bucket_elems(family, options_.world_size);
+    if (slot->used_elems < limit) continue;
+    buckets_.push_back(std::move(*slot));
+    open.erase(slot);
   }
-  // What is still open closes in the order of its last param, which is the earliest registered one.
-  std::ranges::sort(open, [](const Bucket& a, const Bucket& b) {
-    return (a.params.empty() ? -1 : a.params.back()) > (b.params.empty() ? -1 : b.params.back());
-  });
-  for (Bucket& bucket : open) close(bucket);
+  std::ranges::move(open, std::back_inserter(buckets_));
+  std::ranges::sort(buckets_, completed_later, [](const Bucket& bucket) { return bucket.params.back(); });
 
+  for (int b = 0; b < static_cast<int>(buckets_.size()); ++b) {
+    Bucket& bucket = buckets_[static_cast<std::size_t>(b)];
+    bucket.elems = round_up_to(bucket.used_elems, kAlignElems * options_.world_size);
+    for (int member : bucket.params) params_[static_cast<std::size_t>(member)].bucket = b;
+  }
   for (ParamLayout& param : params_) {
     if (param.tied_to < 0) continue;
     param.bucket = this->param(param.tied_to).bucket;
@@ -215,7 +254,8 @@ void Layout::place() {
 void Layout::place_scales() {
   for (bool frozen : {false, true}) {
     for (ParamLayout& param : params_) {
-      if (param.family.format != ParamFormat::kMxfp8 || param.tied_to >= 0 || param.family.frozen != frozen) continue;
+      if (param.family.format != ParamFormat::kMxfp8 || param.tied_to >= 0 || param.family.frozen != frozen)
+        continue;
       param.row_scales_begin = scale_bytes_;
       param.row_scales_bytes = round_up_to(param.rows, 128) * round_up_to(param.cols / kBlock, 4);
       scale_bytes_ += param.row_scales_bytes;
@@ -242,10 +282,8 @@ int Layout::find(std::string_view name) const {
   if (found != index_.end()) return found->second;
   std::vector<std::string_view> names;
   for (const ParamLayout& param : params_) names.push_back(param.name);
-  const std::string_view nearest = nearest_name(name, names);
   throw ContractError("unknown param '" + std::string(name) + "'; " + std::to_string(params_.size()) +
-                      " params are registered" +
-                      (nearest.empty() ? std::string() : ", the nearest name is '" + std::string(nearest) + "'"));
+                      " params are registered" + nearest_hint(name, names));
 }
 
 int Layout::storage_of(int param) const {
@@ -284,7 +322,8 @@ std::vector<CutBand> Layout::cut_bands(std::int64_t rank) const {
     const std::int64_t begin = segment.param_begin;
     const std::int64_t end = begin + segment.elems;
     const auto add = [&](std::int64_t band) {
-      result.push_back({segment.param, band, std::max(begin, band * band_elems), std::min(end, (band + 1) * band_elems)});
+      result.push_back(
+          {segment.param, band, std::max(begin, band * band_elems), std::min(end, (band + 1) * band_elems)});
     };
     const std::int64_t first = begin / band_elems;
     const std::int64_t last = (end - 1) / band_elems;
@@ -343,8 +382,8 @@ CutShare Layout::cut_share() const {
   share.mean = static_cast<double>(cut_elems) / static_cast<double>(column_elems);
   for (std::size_t r = 0; r < cut_of_rank.size(); ++r) {
     if (owned_of_rank[r] == 0) continue;
-    share.worst_rank =
-        std::max(share.worst_rank, static_cast<double>(cut_of_rank[r]) / static_cast<double>(owned_of_rank[r]));
+    share.worst_rank = std::max(share.worst_rank,
+                                static_cast<double>(cut_of_rank[r]) / static_cast<double>(owned_of_rank[r]));
   }
   return share;
 }

@@ -1,7 +1,7 @@
-// Where every byte of a list of params lives and who owns it: pure arithmetic on sizes, no memory, no messages.
+// Where every byte of a list of params lives and who owns it: pure arithmetic, no memory, no messages.
 //
-// A Layout is immutable; any thread may read it. It is the same on every rank and can be computed for any world size on
-// any machine. All sizes and offsets are 64-bit counts of elements unless the name says bytes.
+// A Layout is immutable; any thread may read it. It is the same on every rank and can be computed for any
+// world size on any machine. All sizes and offsets are 64-bit counts of elements unless the name says bytes.
 #pragma once
 
 #include <cstdint>
@@ -22,7 +22,7 @@ inline constexpr std::int64_t kAlignElems = 128;
 
 struct LayoutOptions {
   std::int64_t world_size = 1;
-  std::int64_t bucket_elems = 0;  // a bucket closes when it reaches this; 0: the default rule of default_bucket_elems()
+  std::int64_t bucket_elems = 0;  // a bucket closes when it reaches this; 0: default_bucket_elems()
   ParamFormat default_format = ParamFormat::kMxfp8;
   Storage default_storage = Storage::kBoth;
   Fallback fallback = Fallback::kBf16;
@@ -59,13 +59,16 @@ struct ParamLayout {
   std::int64_t elems() const { return rows * cols; }
 };
 
-/// One bucket: [0, elems) of its family, padded to a multiple of 128 * W; rank r owns [r * elems/W, (r+1) * elems/W).
+/// One bucket: [0, elems) of its family, padded to a multiple of 128 * W. Rank r owns elems / W of it, from
+/// r * elems / W on. Buckets are numbered in the order in which a backward pass in reverse registration order
+/// completes them; a storage shared by tied params is complete with the earliest registered of them.
 struct Bucket {
   Family family;
   std::vector<int> params;  // by bucket_begin
   std::int64_t elems = 0;
   std::int64_t used_elems = 0;  // end of the last param
-  // Where the bucket starts in the arena of its kind: elements of the row plane (MXFP8), or of the bf16 or fp32 values.
+  // Where the bucket starts in the arena of its kind: elements of the row plane (MXFP8), or of the bf16 or
+  // fp32 values.
   std::int64_t value_begin = 0;
   std::int64_t column_begin = 0;  // elements of the column plane; meaningful when family.has_column()
   std::int64_t grad_begin = 0;    // elements of the gradient arena; not for frozen buckets
@@ -97,7 +100,8 @@ struct ByteCounts {
   std::int64_t gradients = 0;
   std::int64_t master = 0, exp_avg = 0, exp_avg_sq = 0;
   std::int64_t total() const {
-    return row_plane + column_plane + scales + bf16_values + fp32_values + gradients + master + exp_avg + exp_avg_sq;
+    return row_plane + column_plane + scales + bf16_values + fp32_values + gradients + master + exp_avg +
+           exp_avg_sq;
   }
 };
 
@@ -116,7 +120,7 @@ struct LayoutField {
 
 class Layout {
  public:
-  /// Throws ConfigError that lists every problem of the list (names, shapes, ties, formats), each by param name.
+  /// Throws ConfigError with every problem of the list (names, shapes, ties, formats), each by param name.
   Layout(std::vector<ParamSpec> specs, LayoutOptions options);
 
   const LayoutOptions& options() const { return options_; }
@@ -137,7 +141,7 @@ class Layout {
 
   /// What a rank owns, by bucket and then by position. Padding belongs to no segment.
   std::vector<Segment> segments(std::int64_t rank) const;
-  /// Bands of column-plane params that the rank's shard boundaries divide, with the rank's part; at most two a bucket.
+  /// Bands of column-plane params that shard boundaries divide, with the rank's part; at most two a bucket.
   std::vector<CutBand> cut_bands(std::int64_t rank) const;
   CutShare cut_share() const;
 

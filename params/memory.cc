@@ -1,5 +1,7 @@
 #include "mxopt/params/memory.h"
 
+#include <cstdint>
+#include <cstdlib>
 #include <cstring>
 #include <new>
 #include <utility>
@@ -11,16 +13,20 @@ namespace {
 class HostAllocator final : public Allocator {
  public:
   void* allocate(std::int64_t bytes, std::int64_t alignment_bytes) override {
-    return ::operator new(static_cast<std::size_t>(bytes), std::align_val_t(static_cast<std::size_t>(alignment_bytes)));
+    const std::int64_t whole = (bytes + alignment_bytes - 1) / alignment_bytes * alignment_bytes;
+    void* data =
+        std::aligned_alloc(static_cast<std::size_t>(alignment_bytes), static_cast<std::size_t>(whole));
+    if (data == nullptr) throw std::bad_alloc();
+    return data;
   }
-  void deallocate(void* data, std::int64_t) noexcept override {
-    ::operator delete(data, std::align_val_t(static_cast<std::size_t>(Buffer::kAlignmentBytes)));
-  }
+  void deallocate(void* data, std::int64_t) noexcept override { std::free(data); }
 };
 
 [[noreturn]] void refuse(Device device) {
   if (device.kind == DeviceKind::kCuda) {
-    throw ConfigError("parallel.device: cuda was asked for, but this build has no CUDA backend; allowed: host");
+    throw ConfigError(
+        "parallel.device: cuda was asked for, but this build has no CUDA backend (MXOPT_WITH_CUDA); allowed: "
+        "host");
   }
   throw ConfigError("unknown device kind");
 }
@@ -48,8 +54,18 @@ Buffer::Buffer(std::int64_t bytes, Device device, std::shared_ptr<Allocator> all
     : bytes_(bytes), device_(device), allocator_(std::move(allocator)) {
   MXOPT_CHECK_GE(bytes, 0);
   if (bytes == 0) return;
-  data_ = static_cast<std::uint8_t*>(allocator_->allocate(bytes, kAlignmentBytes));
-  fill_zero(data_, bytes, device_, StreamRef());
+  MXOPT_CHECK(allocator_ != nullptr, "a buffer of " << bytes << " bytes needs an allocator");
+  void* data = allocator_->allocate(bytes, kAlignmentBytes);
+  try {
+    MXOPT_CHECK(
+        data != nullptr && reinterpret_cast<std::uintptr_t>(data) % kAlignmentBytes == 0,
+        "the allocator returned " << data << " for " << bytes << " bytes aligned to " << kAlignmentBytes);
+    fill_zero(data, bytes, device_, StreamRef());
+  } catch (...) {
+    allocator_->deallocate(data, bytes);
+    throw;
+  }
+  data_ = static_cast<std::uint8_t*>(data);
 }
 
 Buffer::~Buffer() {

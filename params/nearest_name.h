@@ -6,7 +6,8 @@
 
 namespace mxopt {
 
-/// The candidate with the smallest edit distance to `name`; empty when none is closer than half the name's length.
+/// The first of the candidates with the smallest edit distance to `name`; empty when even that one is further
+/// away than half the name's length (and than one edit).
 std::string_view nearest_name(std::string_view name, std::span<const std::string_view> candidates);
 
 }  // namespace mxopt

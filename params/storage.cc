@@ -2,9 +2,12 @@
 
 namespace mxopt {
 
-ParamStorage::ParamStorage(const Layout& layout, DType grad_dtype, std::int64_t scale_tail_bytes, Device device,
-                           std::shared_ptr<Allocator> allocator)
-    : layout_(&layout), device_(device), grad_dtype_(grad_dtype) {
+ParamStorage::ParamStorage(const Layout& layout, DType grad_dtype, std::int64_t scale_head_bytes,
+                           Device device, std::shared_ptr<Allocator> allocator)
+    : layout_(&layout),
+      device_(device),
+      grad_dtype_(grad_dtype),
+      scale_head_bytes_((scale_head_bytes + kAlignElems - 1) / kAlignElems * kAlignElems) {
   MXOPT_CHECK(grad_dtype == DType::kFp32 || grad_dtype == DType::kBf16,
               "gradients are fp32 or bf16, not " << dtype_name(grad_dtype));
   const ByteCounts bytes = layout.byte_counts(grad_dtype);
@@ -13,7 +16,7 @@ ParamStorage::ParamStorage(const Layout& layout, DType grad_dtype, std::int64_t 
   column_plane_ = make(bytes.column_plane);
   bf16_values_ = make(bytes.bf16_values);
   fp32_values_ = make(bytes.fp32_values);
-  scales_ = make(bytes.scales + scale_tail_bytes);
+  scales_ = make(scale_head_bytes_ + bytes.scales);
   gradients_ = make(bytes.gradients);
   master_ = make(bytes.master);
   exp_avg_ = make(bytes.exp_avg);
@@ -35,9 +38,12 @@ TypedSpan ParamStorage::column_plane(int bucket) const {
 TypedSpan ParamStorage::values(int bucket) const {
   const Bucket& b = layout_->bucket(bucket);
   switch (b.family.format) {
-    case ParamFormat::kMxfp8: return {};
-    case ParamFormat::kBf16: return {bf16_values_.as<Bf16>().data() + b.value_begin, DType::kBf16, b.elems};
-    case ParamFormat::kFp32: return {fp32_values_.as<float>().data() + b.value_begin, DType::kFp32, b.elems};
+    case ParamFormat::kMxfp8:
+      return {};
+    case ParamFormat::kBf16:
+      return {bf16_values_.as<Bf16>().data() + b.value_begin, DType::kBf16, b.elems};
+    case ParamFormat::kFp32:
+      return {fp32_values_.as<float>().data() + b.value_begin, DType::kFp32, b.elems};
   }
   return {};
 }
@@ -48,7 +54,9 @@ TypedSpan ParamStorage::gradients(int bucket) const {
   return {gradients_.data() + b.grad_begin * dtype_bytes(grad_dtype_), grad_dtype_, b.elems};
 }
 
-float* ParamStorage::master(int bucket) const { return master_.as<float>().data() + layout_->bucket(bucket).shard_begin; }
+float* ParamStorage::master(int bucket) const {
+  return master_.as<float>().data() + layout_->bucket(bucket).shard_begin;
+}
 
 float* ParamStorage::exp_avg(int bucket) const {
   const Bucket& b = layout_->bucket(bucket);

@@ -1,7 +1,7 @@
 // The memory that a layout describes: one allocation per kind of plane, and the views into it.
 //
-// Everything is allocated once, in the constructor, zeroed, and keeps its address until destruction. Views are plain
-// pointers; who may write when is the optimizer's business.
+// Everything is allocated once, in the constructor, zeroed, and keeps its address until destruction. Views
+// are plain pointers; who may write when is the optimizer's business.
 #pragma once
 
 #include <cstdint>
@@ -15,9 +15,10 @@ namespace mxopt {
 
 class ParamStorage {
  public:
-  /// Memory  allocates layout.byte_counts(grad_dtype), rounded up per arena, plus what scale_tail_bytes says.
-  /// scale_tail_bytes  extra bytes right behind the scale arena, in the same allocation.
-  ParamStorage(const Layout& layout, DType grad_dtype, std::int64_t scale_tail_bytes, Device device,
+  /// layout  must outlive the storage and keep its address.
+  /// Memory  allocates layout.byte_counts(grad_dtype) and scale_head_bytes.
+  /// scale_head_bytes  extra bytes right before the scale arena, in the same allocation; rounded up to 128.
+  ParamStorage(const Layout& layout, DType grad_dtype, std::int64_t scale_head_bytes, Device device,
                std::shared_ptr<Allocator> allocator);
 
   Device device() const { return device_; }
@@ -30,9 +31,10 @@ class ParamStorage {
   TypedSpan values(int bucket) const;
   /// Gradients of one bucket: [bucket.elems] of grad_dtype(); empty for a frozen bucket.
   TypedSpan gradients(int bucket) const;
-  /// All scales of all params, [layout.scale_bytes()], with the tail behind them.
-  std::uint8_t* scales() const { return scales_.data(); }
-  std::uint8_t* scale_tail() const { return scales_.data() + layout_->scale_bytes(); }
+  /// All scales of all params, [layout.scale_bytes()], with the head right before them.
+  std::uint8_t* scales() const { return scales_.data() + scale_head_bytes_; }
+  std::uint8_t* scale_head() const { return scales_.data(); }
+  std::int64_t scale_head_bytes() const { return scale_head_bytes_; }
 
   /// This rank's shard of one bucket: [bucket.elems / W] fp32 each; the moments are null for a frozen bucket.
   float* master(int bucket) const;
@@ -43,6 +45,7 @@ class ParamStorage {
   const Layout* layout_;
   Device device_;
   DType grad_dtype_;
+  std::int64_t scale_head_bytes_;
   Buffer row_plane_, column_plane_, bf16_values_, fp32_values_, scales_;
   Buffer gradients_, master_, exp_avg_, exp_avg_sq_;
 };

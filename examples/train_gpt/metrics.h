@@ -1,0 +1,56 @@
+// The metrics file: one JSON object per line and step.
+#pragma once
+
+#include <cstdint>
+#include <fstream>
+#include <string>
+
+namespace train_gpt {
+
+/// Milliseconds of one step on rank 0. Waiting for planes is in `wait` and in no other phase.
+struct StepTimes {
+  double forward = 0;
+  double backward = 0;
+  double reduce_scatter = 0;
+  double statistics = 0;
+  double update = 0;
+  double scales = 0;
+  double gather = 0;
+  double wait = 0;
+  double total = 0;
+};
+
+struct StepMetrics {
+  std::int64_t step = 0;  // of the run, from 1; skipped steps count
+  double loss = 0;        // mean over the global batch, in nats per byte, before the step
+  double lr = 0;
+  double grad_norm = 0;
+  double clip_factor = 1;
+  bool taken = false;
+  double tokens_per_s = 0;  // of all ranks
+  StepTimes ms;
+  std::int64_t amax_reductions = 0;
+  std::int64_t gathered_bytes = 0;              // planes of MXFP8 params, as every rank ends up with
+  std::int64_t plain_param_bytes = 0;           // bf16 and fp32 params
+  std::int64_t high_precision_param_bytes = 0;  // MXFP8 params in any other format
+  std::int64_t skipped_total = 0;
+};
+
+/// `metrics` as one line of JSON, without the line's end. Numbers that are not finite become null.
+std::string to_json(const StepMetrics& metrics);
+
+class MetricsFile {
+ public:
+  /// Empties the file, and makes its folder; an empty path writes nothing. Throws ConfigError when it can
+  /// not.
+  explicit MetricsFile(const std::string& path);
+
+  /// Writes and flushes one line. Throws DataError when it can not.
+  void write(const StepMetrics& metrics);
+
+ private:
+  std::string path_;
+  std::ofstream file_;
+};
+
+}  // namespace train_gpt

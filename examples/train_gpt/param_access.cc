@@ -1,0 +1,78 @@
+#include "train_gpt/param_access.h"
+
+#include <algorithm>
+#include <chrono>
+#include <cstdint>
+#include <utility>
+
+#include "mxopt/params/check.h"
+#include "mxopt/quant/writeback.h"
+
+namespace train_gpt {
+namespace {
+
+/// A tensor over bf16 or fp32 values of the optimizer.
+at::Tensor tensor_over(const mxopt::TypedSpan& span, const std::vector<std::int64_t>& shape) {
+  MXOPT_CHECK(span.dtype == mxopt::DType::kBf16 || span.dtype == mxopt::DType::kFp32,
+              "a tensor over " << mxopt::dtype_name(span.dtype) << "; expected bf16 or fp32");
+  const auto type = span.dtype == mxopt::DType::kBf16 ? at::kBFloat16 : at::kFloat;
+  return at::from_blob(span.data, shape, at::TensorOptions().dtype(type));
+}
+
+}  // namespace
+
+ParamAccess::ParamAccess(mxopt::DistributedAdam& optimizer, mxopt::BackwardOverride backward_override)
+    : optimizer_(optimizer), backward_override_(backward_override) {
+  std::int64_t largest = 0;
+  for (const mxopt::ParamLayout& param : optimizer.layout().params()) {
+    if (param.family.format != mxopt::ParamFormat::kFp32) largest = std::max(largest, param.elems());
+  }
+  scratch_ = at::empty({largest}, at::kFloat);
+}
+
+mxopt::ParamView ParamAccess::wait(const std::string& name, mxopt::Plane plane) {
+  const auto begin = std::chrono::steady_clock::now();
+  mxopt::ParamView view = optimizer_.wait_param(name, plane);
+  wait_ms_ += std::chrono::duration<double, std::milli>(std::chrono::steady_clock::now() - begin).count();
+  return view;
+}
+
+at::Tensor ParamAccess::scratch(const std::vector<std::int64_t>& shape) {
+  std::int64_t elems = 1;
+  for (const std::int64_t extent : shape) elems *= extent;
+  return scratch_.narrow(0, 0, elems).view(shape);
+}
+
+at::Tensor ParamAccess::values(const std::string& name, Pass pass) {
+  const mxopt::ParamLayout& param = optimizer_.layout().param(optimizer_.layout().find(name));
+  const bool column = pass == Pass::kBackward && param.family.has_column() &&
+                      backward_override_ == mxopt::BackwardOverride::kNone;
+  const mxopt::Plane plane = column ? mxopt::Plane::kColumn : mxopt::Plane::kRow;
+  const mxopt::ParamView view = wait(name, plane);
+  if (view.format == mxopt::ParamFormat::kFp32) return tensor_over(view.values, view.shape);
+
+  at::Tensor fp32 = scratch(view.shape);
+  if (view.format == mxopt::ParamFormat::kBf16) {
+    fp32.copy_(tensor_over(view.values, view.shape));
+    return fp32;
+  }
+  const mxopt::TypedSpan out(fp32.data_ptr<float>(), mxopt::DType::kFp32, fp32.numel());
+  mxopt::dequantize(view.planes, plane, 0, out, mxopt::Device{}, mxopt::StreamRef{});
+  return fp32;
+}
+
+at::Tensor ParamAccess::rows(const std::string& name, const at::Tensor& rows) {
+  const mxopt::ParamView view = wait(name, mxopt::Plane::kRow);
+  return tensor_over(view.values, view.shape).index_select(0, rows).to(at::kFloat);
+}
+
+at::Tensor ParamAccess::grad(const std::string& name) const {
+  const mxopt::GradView view = optimizer_.grad(name);
+  return tensor_over(view.data, view.shape);
+}
+
+double ParamAccess::take_wait_ms() {
+  return std::exchange(wait_ms_, 0.0);
+}
+
+}  // namespace train_gpt

@@ -1,0 +1,158 @@
+#include "train_gpt/trainer.h"
+
+#include <array>
+#include <chrono>
+#include <span>
+#include <sstream>
+
+#include "mxopt/collectives/make_communicator.h"
+
+namespace train_gpt {
+namespace {
+
+class Stopwatch {
+ public:
+  /// Milliseconds since the last call, or since construction.
+  double lap_ms() {
+    const auto now = std::chrono::steady_clock::now();
+    const double ms = std::chrono::duration<double, std::milli>(now - begin_).count();
+    begin_ = now;
+    return ms;
+  }
+
+ private:
+  std::chrono::steady_clock::time_point begin_ = std::chrono::steady_clock::now();
+};
+
+std::unique_ptr<mxopt::Communicator> connect(const mxopt::ParallelConfig& parallel) {
+  mxopt::CommunicatorOptions options;
+  switch (parallel.transport) {
+    case mxopt::TransportChoice::kAuto:
+      options.transport = mxopt::Transport::kAuto;
+      break;
+    case mxopt::TransportChoice::kSelf:
+      options.transport = mxopt::Transport::kSelf;
+      break;
+    case mxopt::TransportChoice::kMpi:
+      options.transport = mxopt::Transport::kMpi;
+      break;
+  }
+  options.timeout_s = parallel.timeout_s;
+  options.world_size = static_cast<int>(parallel.world_size);
+  return mxopt::make_communicator(options);
+}
+
+}  // namespace
+
+Trainer::Trainer(const TrainerConfig& config, const TextData& data, const CpuShare& cpus,
+                 MetricsFile& metrics)
+    : config_(config),
+      data_(data),
+      metrics_(metrics),
+      comm_(connect(config.library.parallel)),
+      loss_comm_(comm_->split(0, comm_->rank())),
+      traced_(*comm_),
+      optimizer_(gpt_params(config.model, config.train.seq_len), config.library, traced_),
+      model_(config.model, config.train.seq_len, config.library.precision.backward_override, optimizer_),
+      tokens_per_step_(config.train.global_batch * config.train.seq_len) {
+  use_threads(cpus.threads);
+  if (comm_->rank() != 0) return;
+  progress_ = std::make_unique<Progress>(config.train, tokens_per_step_);
+  std::ostringstream text;
+  text << "text: " << data.bytes() << " bytes in " << data.files() << " files\n"
+       << "threads per rank: " << cpus.threads << "; rank 0 may run on " << cpus.allowed_cores << " of "
+       << cpus.node_cores << " cores, shared by " << cpus.node_ranks << " ranks\n"
+       << optimizer_.construction().text();
+  progress_->note(text.str());
+}
+
+void Trainer::run() {
+  model_.set_initial_values(static_cast<std::uint64_t>(config_.train.seed));
+  optimizer_.publish();
+  wait_for_all_params();
+  for (std::int64_t step = 1; step <= config_.train.last_step(); ++step) {
+    const StepMetrics metrics = train_step(step);
+    if (progress_ == nullptr) continue;
+    metrics_.write(metrics);
+    progress_->step(metrics);
+  }
+  wait_for_all_params();
+  if (progress_ != nullptr) progress_->finish(bf16_gather_bytes(), optimizer_.construction().text());
+}
+
+StepMetrics Trainer::train_step(std::int64_t step) {
+  Stopwatch watch;
+  traced_.reset();
+  const Gradients gradients = compute_gradients(step);
+  const mxopt::StepReport report = optimizer_.step();
+
+  StepMetrics metrics;
+  metrics.step = step;
+  metrics.loss = mean_over_ranks(gradients.loss);
+  metrics.lr = report->lr;
+  metrics.grad_norm = report->grad_norm;
+  metrics.clip_factor = report->clip_factor;
+  metrics.taken = report->taken;
+  metrics.skipped_total = report->skipped_total;
+  metrics.amax_reductions = traced_.counts(mxopt::Traffic::kScales).operations;
+  metrics.gathered_bytes = traced_.counts(mxopt::Traffic::kPlanes).bytes;
+  metrics.plain_param_bytes = traced_.counts(mxopt::Traffic::kPlain).bytes;
+  metrics.high_precision_param_bytes = traced_.counts(mxopt::Traffic::kHighPrecision).bytes;
+  metrics.ms.forward = gradients.forward_ms;
+  metrics.ms.backward = gradients.backward_ms;
+  metrics.ms.wait = gradients.wait_ms;
+  metrics.ms.reduce_scatter = report->ms.reduce_scatter;
+  metrics.ms.statistics = report->ms.statistics;
+  metrics.ms.update = report->ms.update;
+  metrics.ms.scales = report->ms.scales;
+  metrics.ms.gather = report->ms.gather;
+  metrics.ms.total = watch.lap_ms();
+  metrics.tokens_per_s = static_cast<double>(tokens_per_step_) / metrics.ms.total * 1e3;
+  return metrics;
+}
+
+Trainer::Gradients Trainer::compute_gradients(std::int64_t step) {
+  // Rank r of W takes micro-batches [r * share, (r + 1) * share) of the global batch; the optimizer's
+  // reduction averages over ranks, so a rank divides by its own share only.
+  const std::int64_t share = config_.train.micro_batches() / comm_->size();
+  const std::int64_t first = comm_->rank() * share;
+  const double factor = optimizer_.loss_scale()[0] / static_cast<double>(share);
+  Gradients sum;
+  for (std::int64_t i = 0; i < share; ++i) {
+    const auto sequences = data_.micro_batch(static_cast<std::uint64_t>(config_.train.seed), step, first + i,
+                                             config_.train.micro_batch);
+    optimizer_.begin_backward(i + 1 == share);
+    Stopwatch watch;
+    sum.loss += model_.forward(sequences) / static_cast<double>(share);
+    const double forward_wait_ms = model_.take_wait_ms();
+    sum.forward_ms += watch.lap_ms() - forward_wait_ms;
+    model_.backward(factor);
+    const double backward_wait_ms = model_.take_wait_ms();
+    sum.backward_ms += watch.lap_ms() - backward_wait_ms;
+    sum.wait_ms += forward_wait_ms + backward_wait_ms;
+  }
+  return sum;
+}
+
+double Trainer::mean_over_ranks(double value) {
+  std::array<float, 1> sum = {static_cast<float>(value)};
+  loss_comm_->all_reduce(std::span<float>(sum), mxopt::ReduceOp::kSum, mxopt::Traffic::kStatistics).wait();
+  return static_cast<double>(sum[0]) / loss_comm_->size();
+}
+
+void Trainer::wait_for_all_params() {
+  for (const mxopt::ParamLayout& param : optimizer_.layout().params()) {
+    optimizer_.wait_param(param.name, mxopt::Plane::kRow);
+    if (param.family.has_column()) optimizer_.wait_param(param.name, mxopt::Plane::kColumn);
+  }
+}
+
+std::int64_t Trainer::bf16_gather_bytes() const {
+  std::int64_t elems = 0;
+  for (const mxopt::Bucket& bucket : optimizer_.layout().buckets()) {
+    if (bucket.family.format == mxopt::ParamFormat::kMxfp8) elems += bucket.elems;
+  }
+  return elems * mxopt::dtype_bytes(mxopt::DType::kBf16);
+}
+
+}  // namespace train_gpt

@@ -1,0 +1,306 @@
+#include "mxopt/optimizer/config.h"
+
+#include <set>
+#include <sstream>
+#include <utility>
+
+#include "mxopt/optimizer/config_schema.h"
+#include "mxopt/params/check.h"
+
+namespace mxopt {
+
+namespace {
+
+/// Values that contradict each other, told at the key that is to be changed.
+struct Conflict {
+  std::string key;
+  std::string text;
+};
+
+/// Whether the trainer has had its chance to fill in schedule.decay_steps.
+enum class DecaySteps { kMayFollow, kAreFinal };
+
+void describe_group(ConfigSchema& schema, GroupConfig& group) {
+  schema.add("match", group.match, "Glob pattern on param names; the first matching group wins.")
+      .alias("params")
+      .alias("pattern")
+      .required()
+      .not_empty();
+  schema.add("name", group.name, "Name of the group in reports; empty: the pattern.");
+  schema.add("lr_mult", group.lr_mult, Bounds::at_least(0), "Factor on the learning rate.").alias("lr_scale");
+  schema.add("weight_decay_mult", group.weight_decay_mult, Bounds::at_least(0), "Factor on the weight decay.")
+      .alias("wd_mult");
+  schema.after_load([&group] { group.name = group_name(group); });
+}
+
+void describe_optimizer(ConfigSchema& schema, OptimizerConfig& config) {
+  schema.add("optimizer.kind", config.kind, {{"adamw", AdamKind::kAdamW}, {"adam", AdamKind::kAdam}},
+             "adamw decays weights directly, adam adds the decay to the gradient.");
+  schema.add("optimizer.lr", config.lr, Bounds::at_least(0), "Peak learning rate.")
+      .alias("learning_rate")
+      .alias("max_lr");
+  schema
+      .add("optimizer.betas", config.betas, Bounds::at_least(0).below(1),
+           "Decay rates of the first and the second moment.")
+      .alias("adam_beta1")
+      .alias("adam_beta2")
+      .alias("beta1")
+      .alias("beta2");
+  schema.add("optimizer.eps", config.eps, Bounds::at_least(0), "Added to the root of the second moment.")
+      .alias("adam_eps")
+      .alias("adam_epsilon")
+      .alias("epsilon");
+  schema
+      .add("optimizer.weight_decay", config.weight_decay, Bounds::at_least(0),
+           "Strength of the weight decay.")
+      .alias("wd");
+  schema
+      .add("optimizer.clip_grad", config.clip_grad, Bounds::at_least(0),
+           "Largest global norm of the gradient; 0: no clipping.")
+      .alias("max_grad_norm")
+      .alias("gradient_clipping")
+      .alias("grad_clip")
+      .alias("max_norm");
+  schema.add("optimizer.grad_dtype", config.grad_dtype, {{"fp32", DType::kFp32}, {"bf16", DType::kBf16}},
+             "Type of the gradient buffers and of their reduction.");
+  schema.add("optimizer.state_dtype", config.state_dtype, {{"fp32", DType::kFp32}},
+             "Type of the master weights and the moments.");
+  schema
+      .add("optimizer.bucket_elems", config.bucket_elems, Bounds::at_least(128).or_zero("automatic rule"),
+           "Size at which a bucket is full.", "elements")
+      .alias("bucket_size")
+      .alias("ddp_bucket_size")
+      .alias("reduce_bucket_size");
+  schema.add("optimizer.max_consecutive_skips", config.max_consecutive_skips, Bounds::at_least(0),
+             "Skipped steps in a row after which a step is an error; 0: no limit.", "steps");
+  schema.add("optimizer.loss_scale.kind", config.loss_scale.kind,
+             {{"none", LossScaleKind::kNone},
+              {"static", LossScaleKind::kStatic},
+              {"dynamic", LossScaleKind::kDynamic}},
+             "static keeps the initial scale, dynamic adapts it.");
+  schema
+      .add("optimizer.loss_scale.initial", config.loss_scale.initial, Bounds::above(0),
+           "Loss scale at the start.")
+      .alias("initial_loss_scale")
+      .alias("init_scale");
+  schema
+      .add("optimizer.loss_scale.min", config.loss_scale.min, Bounds::above(0),
+           "A dynamic scale does not fall below this.")
+      .alias("min_loss_scale");
+  schema
+      .add("optimizer.loss_scale.growth_interval", config.loss_scale.growth_interval, Bounds::at_least(1),
+           "Clean steps after which a dynamic scale doubles.", "steps")
+      .alias("loss_scale_window");
+  schema.add("optimizer.loss_scale.hysteresis", config.loss_scale.hysteresis, Bounds::at_least(1),
+             "Overflows after which a dynamic scale halves.");
+  schema
+      .add_list("optimizer.groups", config.groups, describe_group,
+                "Params with other hyper-parameters; a param without a match is in the group `default`.")
+      .alias("param_groups");
+}
+
+void describe_precision(ConfigSchema& schema, PrecisionConfig& config) {
+  schema.add("precision.weights", config.weights,
+             {{"mxfp8", ParamFormat::kMxfp8}, {"bf16", ParamFormat::kBf16}, {"fp32", ParamFormat::kFp32}},
+             "Format of the primary weights.");
+  schema.add("precision.storage", config.storage,
+             {{"row", StorageChoice::kRow}, {"both", StorageChoice::kBoth}, {"auto", StorageChoice::kAuto}},
+             "Planes of an MXFP8 param; auto: row if backward_override is high_precision or dequantized, "
+             "else both.");
+  schema.add("precision.backward_override", config.backward_override,
+             {{"none", BackwardOverride::kNone},
+              {"high_precision", BackwardOverride::kHighPrecision},
+              {"dequantized", BackwardOverride::kDequantized}},
+             "What the backward pass uses in place of the column plane.");
+  schema.add("precision.fallback", config.fallback, {{"bf16", Fallback::kBf16}, {"error", Fallback::kError}},
+             "What becomes of an MXFP8 param whose rows or columns are not multiples of 32.");
+  schema.add("precision.scale_layout", config.scale_layout,
+             {{"compact", ScaleLayout::kCompact}, {"gemm", ScaleLayout::kGemm}},
+             "Order of the scale bytes: row-major, or swizzled for block-scaled GEMMs.");
+}
+
+void describe_schedule(ConfigSchema& schema, ScheduleConfig& config) {
+  schema
+      .add("schedule.kind", config.kind,
+           {{"constant", ScheduleKind::kConstant},
+            {"linear", ScheduleKind::kLinear},
+            {"cosine", ScheduleKind::kCosine}},
+           "Course of the learning rate after the warm-up.")
+      .alias("lr_decay_style")
+      .alias("lr_scheduler")
+      .alias("lr_scheduler_type");
+  schema
+      .add("schedule.warmup_steps", config.warmup_steps, Bounds::at_least(0),
+           "Steps in which the learning rate rises linearly from 0.", "steps")
+      .alias("lr_warmup_iters")
+      .alias("warmup_iters");
+  schema
+      .add("schedule.decay_steps", config.decay_steps, Bounds::at_least(0),
+           "Step at which min_lr is reached, warm-up included; 0: the number of steps of the trainer.",
+           "steps")
+      .alias("lr_decay_iters");
+  schema.add("schedule.min_lr", config.min_lr, Bounds::at_least(0), "Learning rate at the end of the decay.")
+      .alias("min_learning_rate");
+}
+
+void describe_parallel(ConfigSchema& schema, ParallelConfig& config) {
+  constexpr double kMaxTimeout = 1e6;  // about 12 days; counts of nanoseconds do not overflow
+  schema
+      .add("parallel.transport", config.transport,
+           {{"auto", TransportChoice::kAuto},
+            {"self", TransportChoice::kSelf},
+            {"mpi", TransportChoice::kMpi}},
+           "How ranks talk; auto: mpi if MPI is initialised with more than one rank, else self.")
+      .alias("backend")
+      .alias("distributed_backend");
+  schema.add("parallel.device", config.device, {{"auto", DeviceChoice::kAuto}, {"host", DeviceChoice::kHost}},
+             "Where memory and kernels live.");
+  schema
+      .add("parallel.timeout_s", config.timeout_s, Bounds::above(0).at_most(kMaxTimeout),
+           "Longest wait for another rank.", "seconds")
+      .alias("timeout")
+      .alias("distributed_timeout_minutes");
+  schema.add("parallel.init_timeout_s", config.init_timeout_s, Bounds::above(0).at_most(kMaxTimeout),
+             "Longest wait for another rank while the run starts.", "seconds");
+  schema.add("parallel.gather_format", config.gather_format,
+             {{"quantized", GatherFormat::kQuantized}, {"bf16", GatherFormat::kBf16}},
+             "What the gather moves: quantized planes, or BF16 values that each rank quantizes.");
+  schema.add("parallel.world_size", config.world_size, Bounds::at_least(1).or_zero("any"),
+             "Number of ranks that the run must have.", "ranks");
+}
+
+template <class Value>
+std::string is_value(const std::string& key, const Value& value) {
+  std::ostringstream text;
+  text << "`" << key << "` is " << value << "; allowed: ";
+  return text.str();
+}
+
+void find_schedule_conflicts(const Config& config, DecaySteps decay_steps, std::vector<Conflict>& found) {
+  const ScheduleConfig& schedule = config.schedule;
+  std::ostringstream lr;
+  lr << config.optimizer.lr;
+  if (schedule.min_lr > config.optimizer.lr) {
+    found.push_back({"schedule.min_lr",
+                     is_value("schedule.min_lr", schedule.min_lr) + "at most `optimizer.lr`, " + lr.str()});
+  }
+  if (schedule.kind == ScheduleKind::kConstant) return;
+  if (schedule.decay_steps == 0) {
+    if (decay_steps == DecaySteps::kMayFollow) return;
+    found.push_back({"schedule.decay_steps", is_value("schedule.decay_steps", 0) +
+                                                 "integer >= 1 when `schedule.kind` is linear or cosine"});
+  } else if (schedule.warmup_steps > schedule.decay_steps) {
+    found.push_back({"schedule.warmup_steps", is_value("schedule.warmup_steps", schedule.warmup_steps) +
+                                                  "at most `schedule.decay_steps`, " +
+                                                  std::to_string(schedule.decay_steps)});
+  }
+}
+
+void find_group_conflicts(const std::vector<GroupConfig>& groups, std::vector<Conflict>& found) {
+  std::set<std::string> names = {"default", "*"};
+  std::set<std::string> patterns;
+  for (std::size_t i = 0; i < groups.size(); ++i) {
+    const std::string base = "optimizer.groups[" + std::to_string(i) + "].";
+    const GroupConfig& group = groups[i];
+    if (!patterns.insert(group.match).second) {
+      found.push_back({base + "match", is_value(base + "match", group.match) +
+                                           "a pattern of its own; an earlier group has this one and wins"});
+    } else if (!names.insert(group_name(group)).second) {
+      found.push_back({base + "name", is_value(base + "name", group_name(group)) +
+                                          "a name that no other group has, and neither default nor *"});
+    }
+  }
+}
+
+std::vector<Conflict> find_conflicts(const Config& config, DecaySteps decay_steps) {
+  std::vector<Conflict> found;
+  find_group_conflicts(config.optimizer.groups, found);
+  const LossScaleConfig& scale = config.optimizer.loss_scale;
+  if (scale.kind == LossScaleKind::kDynamic && scale.initial < scale.min) {
+    std::ostringstream min;
+    min << scale.min;
+    found.push_back({"optimizer.loss_scale.initial", is_value("optimizer.loss_scale.initial", scale.initial) +
+                                                         "at least `optimizer.loss_scale.min`, " +
+                                                         min.str()});
+  }
+  find_schedule_conflicts(config, decay_steps, found);
+  if (config.parallel.transport == TransportChoice::kSelf && config.parallel.world_size > 1) {
+    found.push_back({"parallel.world_size", is_value("parallel.world_size", config.parallel.world_size) +
+                                                "0 or 1 when `parallel.transport` is self"});
+  }
+  return found;
+}
+
+std::vector<std::string> range_problems(const Config& config) {
+  Config copy = config;
+  ConfigSchema schema;
+  describe(schema, copy);
+  return schema.problems();
+}
+
+void throw_unless_empty(const std::vector<std::string>& lines) {
+  if (lines.empty()) return;
+  std::string text;
+  for (const std::string& line : lines) text += (text.empty() ? "" : "\n") + line;
+  throw ConfigError(text);
+}
+
+void validate(const Config& config, const ConfigSchema& schema, DecaySteps decay_steps) {
+  throw_unless_empty(range_problems(config));
+  std::vector<std::string> lines;
+  for (const Conflict& conflict : find_conflicts(config, decay_steps)) {
+    lines.push_back(schema.origin(conflict.key) + ": " + conflict.text);
+  }
+  throw_unless_empty(lines);
+}
+
+}  // namespace
+
+Storage resolved_storage(const PrecisionConfig& precision) {
+  switch (precision.storage) {
+    case StorageChoice::kRow:
+      return Storage::kRow;
+    case StorageChoice::kBoth:
+      return Storage::kBoth;
+    case StorageChoice::kAuto:
+      break;
+  }
+  return precision.backward_override == BackwardOverride::kNone ? Storage::kBoth : Storage::kRow;
+}
+
+const std::string& group_name(const GroupConfig& group) {
+  return group.name.empty() ? group.match : group.name;
+}
+
+void describe(ConfigSchema& schema, Config& config) {
+  describe_optimizer(schema, config.optimizer);
+  describe_precision(schema, config.precision);
+  describe_schedule(schema, config.schedule);
+  describe_parallel(schema, config.parallel);
+}
+
+Config load_config(const std::string& path, const std::vector<std::string>& overrides) {
+  Config config;
+  ConfigSchema schema;
+  describe(schema, config);
+  schema.load_file(path, overrides);
+  validate(config, schema, DecaySteps::kMayFollow);
+  return config;
+}
+
+std::vector<std::string> problems(const Config& config) {
+  std::vector<std::string> lines = range_problems(config);
+  for (Conflict& conflict : find_conflicts(config, DecaySteps::kAreFinal))
+    lines.push_back(std::move(conflict.text));
+  return lines;
+}
+
+void validate(const Config& config) {
+  throw_unless_empty(problems(config));
+}
+
+void validate(const Config& config, const ConfigSchema& schema) {
+  validate(config, schema, DecaySteps::kAreFinal);
+}
+
+}  // namespace mxopt

@@ -1,0 +1,122 @@
+// What a user can configure: plain structs, filled by a program or from YAML.
+//
+// Each field's default stands here; its key, range and meaning stand in describe(). Nothing is read from the
+// environment.
+#pragma once
+
+#include <array>
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "mxopt/params/dtype.h"
+#include "mxopt/params/param_spec.h"
+#include "mxopt/quant/mxfp8.h"
+
+namespace mxopt {
+
+class ConfigSchema;
+
+/// kAdamW decays weights directly, kAdam adds the decay to the gradient.
+enum class AdamKind { kAdamW, kAdam };
+enum class LossScaleKind { kNone, kStatic, kDynamic };
+/// kAuto: the row plane alone where the backward pass needs no column plane, else both.
+enum class StorageChoice { kRow, kBoth, kAuto };
+/// What the backward pass multiplies with: the stored planes, the high-precision weights, or dequantized row
+/// planes.
+enum class BackwardOverride { kNone, kHighPrecision, kDequantized };
+enum class ScheduleKind { kConstant, kLinear, kCosine };
+enum class TransportChoice { kAuto, kSelf, kMpi };
+enum class DeviceChoice { kAuto, kHost };
+/// What the gather after a step moves: the quantized planes, or BF16 values that every rank quantizes itself.
+enum class GatherFormat { kQuantized, kBf16 };
+
+struct LossScaleConfig {
+  LossScaleKind kind = LossScaleKind::kNone;
+  double initial = 65536;
+  double min = 1;
+  std::int64_t growth_interval = 2000;  // steps
+  std::int64_t hysteresis = 2;          // overflows
+};
+
+/// Hyper-parameters of the params whose name matches. The first matching group wins; a param without one is
+/// in the group "default", whose multipliers are 1.
+struct GroupConfig {
+  std::string match;  // glob on the param's name
+  std::string name;   // empty: the pattern, see group_name()
+  double lr_mult = 1;
+  double weight_decay_mult = 1;
+};
+
+struct OptimizerConfig {
+  AdamKind kind = AdamKind::kAdamW;
+  double lr = 3e-4;
+  std::array<double, 2> betas = {0.9, 0.95};
+  double eps = 1e-8;
+  double weight_decay = 0.1;
+  double clip_grad = 1.0;  // 0: off
+  DType grad_dtype = DType::kFp32;
+  DType state_dtype = DType::kFp32;
+  std::int64_t bucket_elems = 0;             // 0: automatic rule
+  std::int64_t max_consecutive_skips = 100;  // 0: no limit
+  LossScaleConfig loss_scale;
+  std::vector<GroupConfig> groups;
+};
+
+struct PrecisionConfig {
+  ParamFormat weights = ParamFormat::kMxfp8;
+  StorageChoice storage = StorageChoice::kAuto;
+  BackwardOverride backward_override = BackwardOverride::kNone;
+  Fallback fallback = Fallback::kBf16;
+  ScaleLayout scale_layout = ScaleLayout::kCompact;
+};
+
+struct ScheduleConfig {
+  ScheduleKind kind = ScheduleKind::kConstant;
+  std::int64_t warmup_steps = 0;
+  std::int64_t decay_steps = 0;  // warm-up included; 0: the trainer fills in its number of steps
+  double min_lr = 0;
+};
+
+struct ParallelConfig {
+  TransportChoice transport = TransportChoice::kAuto;
+  DeviceChoice device = DeviceChoice::kAuto;
+  double timeout_s = 100;
+  double init_timeout_s = 300;
+  GatherFormat gather_format = GatherFormat::kQuantized;
+  std::int64_t world_size = 0;  // 0: any
+};
+
+struct Config {
+  OptimizerConfig optimizer;
+  PrecisionConfig precision;
+  ScheduleConfig schedule;
+  ParallelConfig parallel;
+};
+
+/// The storage that kAuto stands for, or the one that was chosen.
+Storage resolved_storage(const PrecisionConfig& precision);
+
+/// The group's name, which is its pattern where none was given.
+const std::string& group_name(const GroupConfig& group);
+
+/// Adds every key of the library to `schema`, bound to `config`, which must outlive it and stay where it is.
+void describe(ConfigSchema& schema, Config& config);
+
+/// Reads a configuration that holds the keys of the library and no others, then overrides "key=value".
+///
+/// Checks  everything that validate() does, except that schedule.decay_steps may still be 0.
+/// Throws  ConfigError with all problems, one per line, each with file, line, column, key, value and what is
+/// allowed.
+Config load_config(const std::string& path, const std::vector<std::string>& overrides = {});
+
+/// What is wrong with `config`: values out of range, then values that contradict each other. Empty: nothing.
+std::vector<std::string> problems(const Config& config);
+
+/// Throws ConfigError with all problems() of `config`, one per line.
+void validate(const Config& config);
+
+/// The same, each line led by the origin of its value. `schema` is the one that `config` was read with.
+void validate(const Config& config, const ConfigSchema& schema);
+
+}  // namespace mxopt

@@ -1,0 +1,32 @@
+// Facts about a constructed optimizer, for the trainer to print.
+#pragma once
+
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "mxopt/collectives/communicator.h"
+#include "mxopt/params/layout.h"
+
+namespace mxopt {
+
+struct ConstructionReport {
+  std::string communicator;  // transport and size in words
+  std::int64_t world_size = 1;
+  std::int64_t params = 0;
+  std::int64_t elems = 0;  // of all params, ties counted once
+  std::int64_t buckets = 0;
+  std::vector<std::string> fallbacks;     // one line for each MXFP8 request that became bf16, with its reason
+  ByteCounts bytes;                       // of this rank
+  std::int64_t gather_staging_bytes = 0;  // gather_format bf16 only
+  CutShare cut;
+  std::int64_t average_divisor = 1;  // the one number gradients are divided by, inside the reduction
+  std::uint64_t layout_digest = 0;
+
+  /// All of it in a few lines, without a newline at the end.
+  std::string text() const;
+};
+
+ConstructionReport make_report(const Layout& layout, const Communicator& comm, DType grad_dtype);
+
+}  // namespace mxopt

@@ -1,0 +1,130 @@
+// The class trainers use: a distributed Adam optimizer whose weights live in MXFP8 planes that it writes
+// itself.
+//
+// One object per rank, used by one thread. Calls marked collective must be made by every rank of the
+// communicator, in the same order. All memory is allocated in the constructor; pointers handed out stay valid
+// and unchanged until the object is destroyed. A call that fails before its first message changes nothing on
+// any rank.
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <span>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "mxopt/collectives/communicator.h"
+#include "mxopt/optimizer/config.h"
+#include "mxopt/optimizer/construction_report.h"
+#include "mxopt/optimizer/step_report.h"
+#include "mxopt/params/dtype.h"
+#include "mxopt/params/layout.h"
+#include "mxopt/params/memory.h"
+#include "mxopt/params/param_spec.h"
+#include "mxopt/quant/mxfp8.h"
+
+namespace mxopt {
+
+/// The gradient buffer of one param: packed, [shape], fp32 or bf16.
+struct GradView {
+  TypedSpan data;
+  std::vector<std::int64_t> shape;
+  GradMode mode = GradMode::kAccumulate;
+};
+
+/// The primary storage of one param. Versions count publishes; 0 is "never published".
+struct ParamView {
+  ParamFormat format = ParamFormat::kMxfp8;
+  std::vector<std::int64_t> shape;
+  MxView planes;                 // MXFP8 params
+  TypedSpan values;              // bf16 and fp32 params: packed, [shape]
+  std::int64_t row_version = 0;  // version that was waited for; bf16 and fp32 values count as the row plane
+  std::int64_t column_version = 0;
+};
+
+/// What this rank owns of one param, for trainers with their own checkpoints. The moments are empty for
+/// frozen params.
+struct OwnedSlice {
+  std::int64_t param_begin = 0;  // flat offset in the param; meaningful when master is not empty
+  std::span<float> master;
+  std::span<float> exp_avg;
+  std::span<float> exp_avg_sq;
+};
+
+class DistributedAdam {
+ public:
+  /// Collective. Allocates everything and compares layout, configuration and library version over ranks.
+  ///
+  /// specs   the same list in the same order on every rank.
+  /// comm    borrowed; must outlive the optimizer and be used for nothing else while it lives.
+  /// Throws  ConfigError for a bad list or configuration; ContractError on every rank when ranks disagree,
+  /// naming rank
+  ///         and field, a rank whose own list is bad included.
+  DistributedAdam(std::vector<ParamSpec> specs, const Config& config, Communicator& comm, Device device = {},
+                  std::shared_ptr<Allocator> allocator = nullptr);
+  ~DistributedAdam();
+  DistributedAdam(const DistributedAdam&) = delete;
+  DistributedAdam& operator=(const DistributedAdam&) = delete;
+
+  const Layout& layout() const;
+  const ConstructionReport& construction() const;
+
+  /// Copies high-precision initial values (fp32 or bf16, packed, the whole param) into this rank's masters.
+  /// Not collective. Throws ContractError when the name is unknown or size or dtype do not fit.
+  void set_initial(std::string_view name, ConstTypedSpan values, StreamRef stream = {});
+  /// The same for the flat range [flat_begin, flat_begin + slice.elems); parts this rank does not own are
+  /// ignored.
+  void set_initial(std::string_view name, std::int64_t flat_begin, ConstTypedSpan slice,
+                   StreamRef stream = {});
+
+  /// Collective and idempotent: masters -> planes, scales and values of every rank. Also after masters were
+  /// changed through owned(). Throws ContractError on every rank, listing names, when a param was never set.
+  void publish(StreamRef stream = {});
+
+  /// Throw ContractError for an unknown name, or a frozen param's gradient.
+  GradView grad(std::string_view name) const;
+  ParamView param(std::string_view name) const;
+  OwnedSlice owned(std::string_view name);
+
+  /// Starts a micro-batch. Gradients are communicated only in the last one of a step.
+  void begin_backward(bool last_micro_batch = true);
+  /// The gradient of `name` is final for this micro-batch. A bucket's reduce-scatter is issued when all its
+  /// params are ready and all earlier buckets' were issued; step() issues the rest, so unused params need no
+  /// call.
+  void grad_ready(std::string_view name, StreamRef stream = {});
+
+  /// Collective: one optimizer step, or a skip on every rank. See StepRecord.
+  /// Throws ContractError on every rank when a param was never published, when ranks hold different
+  /// hyper-parameters, or when optimizer.max_consecutive_skips is reached.
+  StepReport step(StreamRef stream = {});
+
+  /// After this the plane may be read on `stream`; returns the view stamped with the version waited for.
+  /// For bf16 and fp32 params the plane is Plane::kRow. Throws ContractError when the param has no such
+  /// plane.
+  ParamView wait_param(std::string_view name, Plane plane = Plane::kRow, StreamRef stream = {});
+  /// Throws ContractError when the view's plane was written or may be in flight since it was waited for.
+  void require_current(std::string_view name, const ParamView& view, Plane plane) const;
+  /// What was enqueued on a side stream so far has read what it wanted.
+  void done_reading(StreamRef stream = {});
+
+  /// Factor the loss must be multiplied by before backward; [1] fp32 on the optimizer's device.
+  std::span<const float> loss_scale() const;
+
+  /// Group names: "default" first, then those of the configuration, in order.
+  std::span<const std::string> groups() const;
+  /// Take effect at the next step; every rank must set the same values before it. Group "*" means all.
+  void set_lr(std::string_view group, double value);  // before the schedule's factor; replaces lr * lr_mult
+  void set_weight_decay(std::string_view group, double value);
+  void set_betas(double beta1, double beta2);
+
+  /// Taken steps. Setting it is for trainers with their own checkpoints; every rank must set the same.
+  std::int64_t steps_taken() const;
+  void set_steps_taken(std::int64_t steps);
+
+ private:
+  class Impl;
+  std::unique_ptr<Impl> impl_;
+};
+
+}  // namespace mxopt

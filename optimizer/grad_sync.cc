@@ -1,0 +1,93 @@
+#include "mxopt/optimizer/grad_sync.h"
+
+#include <algorithm>
+
+namespace mxopt {
+
+GradSync::GradSync(const Layout& layout, const ParamStorage& storage, Communicator& comm)
+    : layout_(layout),
+      storage_(storage),
+      comm_(comm),
+      names_in_bucket_(layout.buckets().size(), 0),
+      ready_in_bucket_(layout.buckets().size(), 0),
+      ready_now_(layout.params().size(), 0),
+      ready_ever_(layout.params().size(), 0) {
+  for (const ParamLayout& param : layout.params()) {
+    ++names_in_bucket_[static_cast<std::size_t>(param.bucket)];
+    has_accumulating_ = has_accumulating_ || param.grad_mode == GradMode::kAccumulate;
+  }
+  works_.reserve(layout.buckets().size());
+}
+
+void GradSync::begin_backward(bool last_micro_batch) {
+  MXOPT_CHECK(works_.empty(),
+              "begin_backward after gradients of this step were sent: call step() first, and pass "
+              "last_micro_batch = true only for the last micro-batch of a step");
+  last_micro_batch_ = last_micro_batch;
+  std::ranges::fill(ready_now_, 0);
+  std::ranges::fill(ready_in_bucket_, 0);
+}
+
+void GradSync::ready(int param, StreamRef stream) {
+  const ParamLayout& layout = layout_.param(param);
+  MXOPT_CHECK(!layout.family.frozen,
+              "grad_ready: param '" << layout.name << "' is frozen and has no gradient");
+  MXOPT_CHECK(ready_now_[static_cast<std::size_t>(param)] == 0,
+              "grad_ready: param '" << layout.name
+                                    << "' was ready already in this micro-batch; call it once, after the "
+                                    << "last use, and begin_backward() before the next micro-batch");
+  ready_now_[static_cast<std::size_t>(param)] = 1;
+  ready_ever_[static_cast<std::size_t>(param)] = 1;
+  ready_ever_[static_cast<std::size_t>(layout_.storage_of(param))] = 1;
+  ++ready_in_bucket_[static_cast<std::size_t>(layout.bucket)];
+  if (last_micro_batch_) issue_ready_buckets(stream);
+}
+
+void GradSync::issue_ready_buckets(StreamRef stream) {
+  const auto count = static_cast<int>(layout_.buckets().size());
+  while (next_bucket_ < count) {
+    const auto b = static_cast<std::size_t>(next_bucket_);
+    if (!layout_.bucket(next_bucket_).family.frozen && ready_in_bucket_[b] < names_in_bucket_[b]) return;
+    issue(next_bucket_, stream);
+  }
+}
+
+void GradSync::issue(int bucket, StreamRef stream) {
+  next_bucket_ = bucket + 1;
+  const Bucket& layout = layout_.bucket(bucket);
+  if (layout.family.frozen) return;
+  const TypedSpan grads = storage_.gradients(bucket);
+  for (int member : layout.params) {
+    const ParamLayout& param = layout_.param(member);
+    if (param.grad_mode == GradMode::kAccumulate || ready_ever_[static_cast<std::size_t>(member)] != 0)
+      continue;
+    const TypedSpan stale = grads.sub(param.bucket_begin, param.elems());
+    fill_zero(stale.data, stale.bytes(), storage_.device(), stream);
+  }
+  const std::int64_t shard = layout_.shard_elems(bucket);
+  works_.push_back(comm_.reduce_scatter(grads.sub(comm_.rank() * shard, shard), grads, ReduceOp::kAvg,
+                                        Traffic::kGradient, stream));
+}
+
+void GradSync::finish(StreamRef stream) {
+  while (next_bucket_ < static_cast<int>(layout_.buckets().size())) issue(next_bucket_, stream);
+  for (Work& work : works_) work.join(stream);
+}
+
+void GradSync::reset(StreamRef stream) {
+  works_.clear();
+  next_bucket_ = 0;
+  last_micro_batch_ = true;
+  std::ranges::fill(ready_now_, 0);
+  std::ranges::fill(ready_ever_, 0);
+  std::ranges::fill(ready_in_bucket_, 0);
+  if (!has_accumulating_ || layout_.grad_elems() == 0) return;
+  const auto first =
+      std::ranges::find_if(layout_.buckets(), [](const Bucket& b) { return !b.family.frozen; });
+  const auto index = static_cast<int>(first - layout_.buckets().begin());
+  // The gradients of all buckets are one allocation, back to back.
+  fill_zero(storage_.gradients(index).data, layout_.grad_elems() * dtype_bytes(storage_.grad_dtype()),
+            storage_.device(), stream);
+}
+
+}  // namespace mxopt

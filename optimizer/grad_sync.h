@@ -1,0 +1,47 @@
+// When each bucket's gradients are reduced, and in which order.
+//
+// Reduce-scatters are issued in layout order on every rank, whatever the order of the ready() calls.
+// Averaging over ranks happens inside the reduction, and nowhere else.
+#pragma once
+
+#include <cstdint>
+#include <vector>
+
+#include "mxopt/collectives/communicator.h"
+#include "mxopt/params/layout.h"
+#include "mxopt/params/storage.h"
+
+namespace mxopt {
+
+class GradSync {
+ public:
+  /// All three are borrowed.
+  GradSync(const Layout& layout, const ParamStorage& storage, Communicator& comm);
+
+  void begin_backward(bool last_micro_batch);
+  /// Throws ContractError when the param was ready already in this micro-batch, or is frozen.
+  void ready(int param, StreamRef stream);
+
+  /// Issues what is left, waits for all: then the owned range of every bucket holds the averaged gradients.
+  void finish(StreamRef stream);
+  /// After the step: zeroes what accumulates, and forgets who was ready.
+  void reset(StreamRef stream);
+
+ private:
+  void issue_ready_buckets(StreamRef stream);
+  void issue(int bucket, StreamRef stream);
+
+  const Layout& layout_;
+  const ParamStorage& storage_;
+  Communicator& comm_;
+  std::vector<int> names_in_bucket_;  // params that count as members, ties included
+  std::vector<int> ready_in_bucket_;
+  std::vector<char> ready_now_;   // [params] in this micro-batch
+  std::vector<char> ready_ever_;  // [params] since the last step
+  std::vector<Work> works_;       // one for each issued bucket, in order
+  bool last_micro_batch_ = true;
+  bool has_accumulating_ = false;
+  int next_bucket_ = 0;
+};
+
+}  // namespace mxopt

@@ -1,0 +1,32 @@
+// Which param belongs to which group of hyper-parameters.
+#pragma once
+
+#include <span>
+#include <string>
+#include <vector>
+
+#include "mxopt/optimizer/config.h"
+#include "mxopt/params/layout.h"
+
+namespace mxopt {
+
+/// Hyper-parameters of one group, changeable between steps.
+struct ParamGroup {
+  std::string name;
+  double peak_lr = 0;  // the schedule's factor is applied to it
+  double weight_decay = 0;
+};
+
+struct ParamGroups {
+  std::vector<ParamGroup> groups;  // "default" first, then those of the configuration, in order
+  std::vector<int> group_of;       // [params]
+
+  /// Throws ContractError naming the groups there are.
+  ParamGroup& find(std::string_view name);
+};
+
+/// The first pattern (shell wildcards) that matches a param's name decides; the others are in "default".
+/// Throws ConfigError for a pattern that matches no param, or a group name used twice.
+ParamGroups make_param_groups(const OptimizerConfig& config, std::span<const ParamLayout> params);
+
+}  // namespace mxopt

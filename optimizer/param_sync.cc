@@ -1,0 +1,158 @@
+#include "mxopt/optimizer/param_sync.h"
+
+#include <algorithm>
+#include <utility>
+
+namespace mxopt {
+
+namespace {
+
+bool covers(SyncScope scope, const Family& family) {
+  return scope == SyncScope::kAll || !family.frozen;
+}
+
+}  // namespace
+
+ParamSync::ParamSync(const Layout& layout, const ParamStorage& storage, Communicator& comm,
+                     GatherFormat format, ScaleLayout scale_layout, std::shared_ptr<Allocator> allocator)
+    : layout_(layout),
+      storage_(storage),
+      comm_(comm),
+      format_(format),
+      scale_layout_(scale_layout),
+      rows_(layout.buckets().size()),
+      columns_(layout.buckets().size()) {
+  if (format_ == GatherFormat::kQuantized) return;
+  staging_ = Buffer(layout.row_plane_elems() * dtype_bytes(DType::kBf16), storage.device(), allocator);
+  packed_ = Buffer(layout.scale_bytes(), storage.device(), allocator);
+}
+
+MxView ParamSync::planes(int param) const {
+  const ParamLayout& p = layout_.param(param);
+  MxView view;
+  view.scale_layout = scale_layout_;
+  if (p.family.format != ParamFormat::kMxfp8) return view;
+  view.rows = p.rows;
+  view.cols = p.cols;
+  view.row_data = storage_.row_plane(p.bucket).sub(p.bucket_begin, p.elems()).byte_data();
+  view.row_scales = storage_.scales() + p.row_scales_begin;
+  if (p.family.has_column()) {
+    view.column_data = storage_.column_plane(p.bucket).sub(p.bucket_begin, p.elems()).byte_data();
+    view.column_scales = storage_.scales() + p.column_scales_begin;
+  }
+  return view;
+}
+
+Bf16* ParamSync::staging(int param) const {
+  const ParamLayout& p = layout_.param(param);
+  if (format_ == GatherFormat::kQuantized || p.family.format != ParamFormat::kMxfp8) return nullptr;
+  return staging_.as<Bf16>().data() + layout_.bucket(p.bucket).value_begin + p.bucket_begin;
+}
+
+std::span<std::uint8_t> ParamSync::status() const {
+  return {storage_.scale_head(), layout_.params().size()};
+}
+
+void ParamSync::open(StreamRef stream) {
+  for (Gather& gather : rows_) finish(gather, stream);
+  for (Gather& gather : columns_) finish(gather, stream);
+  fill_zero(storage_.scale_head(), storage_.scale_head_bytes(), storage_.device(), stream);
+}
+
+void ParamSync::clear_scales(SyncScope scope, StreamRef stream) {
+  if (format_ == GatherFormat::kBf16) return;
+  const std::int64_t bytes =
+      scope == SyncScope::kAll ? layout_.scale_bytes() : layout_.trainable_scale_bytes();
+  fill_zero(storage_.scales(), bytes, storage_.device(), stream);
+}
+
+void ParamSync::start(Gather& gather, TypedSpan whole, Traffic traffic, StreamRef stream) {
+  const std::int64_t shard = whole.elems / comm_.size();
+  gather.work = comm_.all_gather(whole, whole.sub(comm_.rank() * shard, shard), traffic, stream);
+  gather.pending = true;
+}
+
+void ParamSync::finish(Gather& gather, StreamRef stream) {
+  if (!gather.pending) return;
+  std::exchange(gather.work, Work()).join(stream);
+  gather.pending = false;
+}
+
+void ParamSync::gather_rows(SyncScope scope, StreamRef stream) {
+  comm_.group_begin();
+  for (int b = static_cast<int>(layout_.buckets().size()) - 1; b >= 0; --b) {
+    const Bucket& bucket = layout_.bucket(b);
+    if (!covers(scope, bucket.family)) continue;
+    Gather& gather = rows_[static_cast<std::size_t>(b)];
+    if (bucket.family.format != ParamFormat::kMxfp8) {
+      start(gather, storage_.values(b), Traffic::kPlain, stream);
+    } else if (format_ == GatherFormat::kQuantized) {
+      start(gather, storage_.row_plane(b), Traffic::kPlanes, stream);
+    } else {
+      Bf16* whole = staging_.as<Bf16>().data() + bucket.value_begin;
+      start(gather, TypedSpan(whole, DType::kBf16, bucket.elems), Traffic::kHighPrecision, stream);
+    }
+  }
+  comm_.group_end();
+}
+
+void ParamSync::reduce_scales(SyncScope scope, StreamRef stream) {
+  std::int64_t bytes = storage_.scale_head_bytes();
+  if (format_ == GatherFormat::kQuantized) {
+    bytes += scope == SyncScope::kAll ? layout_.scale_bytes() : layout_.trainable_scale_bytes();
+  }
+  comm_
+      .all_reduce(TypedSpan(storage_.scale_head(), DType::kUint8, bytes), ReduceOp::kMax, Traffic::kScales,
+                  stream)
+      .join(stream);
+}
+
+void ParamSync::gather_columns(SyncScope scope, StreamRef stream) {
+  ++version_;
+  if (format_ == GatherFormat::kBf16) {
+    requantize(scope, stream);
+  } else {
+    comm_.group_begin();
+    for (int b = static_cast<int>(layout_.buckets().size()) - 1; b >= 0; --b) {
+      const Bucket& bucket = layout_.bucket(b);
+      if (!covers(scope, bucket.family) || !bucket.family.has_column()) continue;
+      start(columns_[static_cast<std::size_t>(b)], storage_.column_plane(b), Traffic::kPlanes, stream);
+    }
+    comm_.group_end();
+  }
+}
+
+void ParamSync::requantize(SyncScope scope, StreamRef stream) {
+  std::vector<Mxfp8Shard> batch;
+  for (int p = 0; p < static_cast<int>(layout_.params().size()); ++p) {
+    const ParamLayout& param = layout_.param(p);
+    if (param.family.format != ParamFormat::kMxfp8 || param.tied_to >= 0 || !covers(scope, param.family))
+      continue;
+    Mxfp8Shard shard;
+    shard.name = param.name;
+    shard.weight = planes(p);
+    shard.master = ConstTypedSpan(staging(p), DType::kBf16, param.elems());
+    batch.push_back(shard);
+  }
+  for (std::size_t b = 0; b < rows_.size(); ++b) {
+    if (layout_.bucket(static_cast<int>(b)).family.format == ParamFormat::kMxfp8) finish(rows_[b], stream);
+  }
+  const std::span<std::uint8_t> packed =
+      packed_.as<std::uint8_t>().first(static_cast<std::size_t>(packed_scale_bytes(batch)));
+  partial_amax(batch, packed, storage_.device(), stream);
+  partial_cast(batch, packed, {}, storage_.device(), stream);
+}
+
+void ParamSync::wait(int param, Plane plane, StreamRef stream) {
+  const auto bucket = static_cast<std::size_t>(layout_.param(param).bucket);
+  Gather& gather = plane == Plane::kRow ? rows_[bucket] : columns_[bucket];
+  finish(gather, stream);
+  gather.waited_version = version_;
+}
+
+std::int64_t ParamSync::waited_version(int param, Plane plane) const {
+  const auto bucket = static_cast<std::size_t>(layout_.param(param).bucket);
+  return (plane == Plane::kRow ? rows_ : columns_)[bucket].waited_version;
+}
+
+}  // namespace mxopt

@@ -1,0 +1,81 @@
+// How written shards become whole params on every rank: the packed MAX over scales, the gathers, and who may
+// read when.
+//
+// quantized  the bytes of the planes are gathered, in place
+// bf16       BF16 values are gathered into a staging arena, and every rank quantizes whole params into the
+// planes
+//
+// Both end with the same bytes. Row planes and plain values are gathered first, column planes after the cut
+// bands were cast; the last buckets go first, since they hold the first layers.
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <span>
+#include <vector>
+
+#include "mxopt/collectives/communicator.h"
+#include "mxopt/optimizer/config.h"
+#include "mxopt/params/layout.h"
+#include "mxopt/params/storage.h"
+#include "mxopt/quant/writeback.h"
+
+namespace mxopt {
+
+/// Which params a sync covers: those a step changes, or all of them.
+enum class SyncScope { kTrainable, kAll };
+
+class ParamSync {
+ public:
+  /// layout, storage and comm are borrowed. Allocates the staging of GatherFormat::kBf16.
+  ParamSync(const Layout& layout, const ParamStorage& storage, Communicator& comm, GatherFormat format,
+            ScaleLayout scale_layout, std::shared_ptr<Allocator> allocator);
+
+  /// Where writeback puts the BF16 values of one param (bf16 format only, else null).
+  Bf16* staging(int param) const;
+  std::int64_t staging_bytes() const { return staging_.bytes() + packed_.bytes(); }
+  MxView planes(int param) const;
+
+  /// Waits for the gathers still in flight, so that planes may be written; clears the status bytes.
+  void open(StreamRef stream);
+  /// Zeroes the scales of the scope, so that the MAX only sees what is written from here on.
+  void clear_scales(SyncScope scope, StreamRef stream);
+  /// Starts the gathers that need only the written shards.
+  void gather_rows(SyncScope scope, StreamRef stream);
+  /// The one packed MAX all-reduce: status bytes, and the scales of the scope.
+  void reduce_scales(SyncScope scope, StreamRef stream);
+  /// Starts the gathers of the column planes; what was started becomes the next version.
+  void gather_columns(SyncScope scope, StreamRef stream);
+
+  /// Joins the gather of the param's plane to `stream`.
+  void wait(int param, Plane plane, StreamRef stream);
+  std::int64_t version() const { return version_; }
+  /// The newest version of the param's plane that was waited for.
+  std::int64_t waited_version(int param, Plane plane) const;
+
+  /// One byte a param; reduced over ranks after reduce_scales().
+  std::span<std::uint8_t> status() const;
+
+ private:
+  struct Gather {
+    Work work;
+    bool pending = false;
+    std::int64_t waited_version = 0;
+  };
+
+  void start(Gather& gather, TypedSpan whole, Traffic traffic, StreamRef stream);
+  void finish(Gather& gather, StreamRef stream);
+  void requantize(SyncScope scope, StreamRef stream);
+
+  const Layout& layout_;
+  const ParamStorage& storage_;
+  Communicator& comm_;
+  GatherFormat format_;
+  ScaleLayout scale_layout_;
+  Buffer staging_;                      // bf16, laid out like the row plane
+  Buffer packed_;                       // packed scales of whole params
+  std::vector<Gather> rows_, columns_;  // [buckets]
+  std::int64_t version_ = 0;
+};
+
+}  // namespace mxopt

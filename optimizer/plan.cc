@@ -1,0 +1,66 @@
+#include "mxopt/optimizer/plan.h"
+
+#include <optional>
+#include <sstream>
+#include <string>
+#include <utility>
+
+#include "mxopt/optimizer/agreement.h"
+#include "mxopt/optimizer/config_schema.h"
+
+namespace mxopt {
+
+namespace {
+
+Plan make_plan(std::vector<ParamSpec> specs, const Config& config, const Communicator& comm, Device device) {
+  validate(config);
+  const ParallelConfig& parallel = config.parallel;
+  if (parallel.world_size != 0 && parallel.world_size != comm.size()) {
+    throw ConfigError("parallel.world_size is " + std::to_string(parallel.world_size) +
+                      ", but the communicator has " + std::to_string(comm.size()) + " ranks");
+  }
+  if (comm.device_kind() != device.kind) {
+    throw ConfigError("the communicator (" + comm.describe() +
+                      ") does not move bytes of the optimizer's device");
+  }
+  LayoutOptions options;
+  options.world_size = comm.size();
+  options.bucket_elems = config.optimizer.bucket_elems;
+  options.default_format = config.precision.weights;
+  options.default_storage = resolved_storage(config.precision);
+  options.fallback = config.precision.fallback;
+  Layout layout(std::move(specs), options);
+  ParamGroups groups = make_param_groups(config.optimizer, layout.params());
+  return {std::move(layout), std::move(groups)};
+}
+
+/// The configuration as lines of "key: value", without the origins.
+std::string configuration_text(Config config) {
+  ConfigSchema schema;
+  describe(schema, config);
+  std::istringstream lines(schema.to_yaml());
+  std::string text;
+  for (std::string line; std::getline(lines, line);) text += line.substr(0, line.find(" #")) + '\n';
+  return text;
+}
+
+}  // namespace
+
+Plan make_agreed_plan(std::vector<ParamSpec> specs, const Config& config, Communicator& comm, Device device) {
+  std::optional<Plan> plan;
+  std::string problem;
+  try {
+    plan.emplace(make_plan(std::move(specs), config, comm, device));
+  } catch (const ConfigError& error) {
+    problem = error.what();
+  }
+  const LayoutField status[] = {{"library_version", MXOPT_VERSION}, {"problems", problem}};
+  require_agreement(comm, status);
+  if (!plan.has_value()) throw ConfigError(problem);
+  std::vector<LayoutField> fields = plan->layout.fields();
+  fields.push_back({"configuration", configuration_text(config)});
+  require_agreement(comm, fields);
+  return std::move(*plan);
+}
+
+}  // namespace mxopt

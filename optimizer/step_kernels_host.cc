@@ -1,0 +1,344 @@
+#include "mxopt/optimizer/step_kernels_host.h"
+
+#include <algorithm>
+#include <array>
+#include <atomic>
+#include <cstring>
+
+#include "mxopt/optimizer/exact_sum.h"
+#include "mxopt/quant/block_host.h"
+
+namespace mxopt::host {
+
+namespace {
+
+// Sizes of the pieces of work that threads share. No result depends on them.
+constexpr std::int64_t kTileCols = 256;
+constexpr std::int64_t kChunkElems = 8192;
+constexpr std::int64_t kRunElems = 512;
+
+/// A piece of one segment. For params with a column plane: columns [begin, end) of one 32-row band, as far as
+/// the segment owns them; else the elements [begin, end) of the segment.
+struct Tile {
+  std::int32_t segment = 0;
+  bool cut = false;        // the segment does not own the whole band
+  std::int64_t band = -1;  // -1: a run of elements
+  std::int64_t begin = 0;
+  std::int64_t end = 0;
+};
+
+/// Scratch of one tile; lives on the stack of the thread that works on it.
+struct Scratch {
+  alignas(64) float w[kBlockElems * kTileCols];
+  alignas(64) std::uint32_t amax[kTileCols];
+  alignas(64) float reciprocals[kTileCols];
+  alignas(64) float grad[kRunElems];
+};
+
+/// The elements of row `row` of a tile that its segment owns, as offsets in the tile's columns; empty when
+/// first >= last.
+struct RowPiece {
+  std::int64_t first = 0, last = 0;
+  std::int64_t offset = 0;  // of `first` in the param
+};
+
+[[gnu::always_inline]] inline RowPiece row_piece(const Tile& tile, const SegmentRow& segment,
+                                                 std::int64_t row) {
+  const std::int64_t line = (tile.band * kBlockElems + row) * segment.planes.cols;
+  const std::int64_t first = std::max(line + tile.begin, segment.param_begin);
+  const std::int64_t last = std::min(line + tile.end, segment.param_begin + segment.elems);
+  return {first - line - tile.begin, last - line - tile.begin, first};
+}
+
+/// Adam on `n` elements of a segment; w := the new masters.
+[[gnu::always_inline]] inline void update_run(const SegmentRow& segment, DType grad_dtype,
+                                              std::int64_t offset, std::int64_t n, const AdamScalars& scalars,
+                                              float* __restrict scratch, float* __restrict w) {
+  float* __restrict p = segment.master + offset;
+  float* __restrict m = segment.exp_avg + offset;
+  float* __restrict v = segment.exp_avg_sq + offset;
+  const float* __restrict g = static_cast<const float*>(segment.grad) + offset;
+  if (grad_dtype == DType::kBf16) {
+    widen_bf16(static_cast<const Bf16*>(segment.grad) + offset, scratch, n);
+    g = scratch;
+  }
+  const AdamScalars s = scalars;
+  for (std::int64_t i = 0; i < n; ++i) {
+    const AdamElement now = adam_update({p[i], m[i], v[i]}, g[i], s);
+    p[i] = w[i] = now.p;
+    m[i] = now.m;
+    v[i] = now.v;
+  }
+}
+
+/// w := the masters of `n` elements, updated first when scalars are given.
+[[gnu::always_inline]] inline void load_run(const SegmentRow& segment, DType grad_dtype, std::int64_t offset,
+                                            std::int64_t n, const AdamScalars* scalars, float* scratch,
+                                            float* w) {
+  if (scalars == nullptr) {
+    std::memcpy(w, segment.master + offset, static_cast<std::size_t>(n) * sizeof(float));
+    return;
+  }
+  for (std::int64_t begin = 0; begin < n; begin += kRunElems) {
+    update_run(segment, grad_dtype, offset + begin, std::min(kRunElems, n - begin), *scalars, scratch,
+               w + begin);
+  }
+}
+
+/// Rounds w to BF16 in place, writes its row blocks; `offset` is that of w[0] in the param, n a multiple
+/// of 32.
+[[gnu::always_inline]] inline std::int64_t write_row_blocks(const MxView& planes, std::int64_t offset,
+                                                            std::int64_t n, float* w) {
+  for (std::int64_t i = 0; i < n; ++i) w[i] = bf16_rne(w[i]);
+  std::int64_t row = offset / planes.cols;
+  std::int64_t block = offset % planes.cols / kBlockElems;
+  const std::int64_t row_blocks = planes.cols / kBlockElems;
+  for (std::int64_t i = 0; i < n; i += kBlockElems) {
+    const std::uint32_t code = e8m0_from_amax_bits(block_amax_bits(w + i));
+    planes.row_scales[row_scale_offset(row, block, planes.cols, planes.scale_layout)] =
+        static_cast<std::uint8_t>(code);
+    encode_block(w + i, e8m0_reciprocal(code), planes.row_data + offset + i);
+    if (++block == row_blocks) {
+      block = 0;
+      ++row;
+    }
+  }
+  return count_nonfinite(w, n);
+}
+
+[[gnu::always_inline]] inline std::int64_t write_values(const SegmentRow& segment, std::int64_t offset,
+                                                        std::int64_t n, const float* w) {
+  const std::int64_t at = segment.param_begin + offset;
+  if (segment.values_dtype == DType::kFp32) {
+    std::memcpy(static_cast<float*>(segment.values) + at, w, static_cast<std::size_t>(n) * sizeof(float));
+    return count_nonfinite(w, n);
+  }
+  Bf16* __restrict out = static_cast<Bf16*>(segment.values) + at;
+  std::uint32_t bad = 0;
+  for (std::int64_t i = 0; i < n; ++i) {
+    const std::uint32_t bits = bf16_rne_bits(float_to_bits(w[i]));
+    out[i].bits = static_cast<std::uint16_t>(bits);
+    bad += (bits & 0x7F80u) == 0x7F80u ? 1u : 0u;
+  }
+  return bad;
+}
+
+/// Final codes and bytes of the tile's columns, all of whose elements are in w.
+[[gnu::always_inline]] inline void write_column_blocks(const Tile& tile, const MxView& planes,
+                                                       Scratch& scratch) {
+  const std::int64_t n = tile.end - tile.begin;
+  for (std::int64_t j = 0; j < n; ++j) {
+    const std::uint32_t code = e8m0_from_amax_bits(scratch.amax[j]);
+    scratch.amax[j] = code;
+    scratch.reciprocals[j] = e8m0_reciprocal(code);
+  }
+  for (std::int64_t row = 0; row < kBlockElems; ++row) {
+    encode_columns(scratch.w + row * kTileCols, scratch.reciprocals,
+                   planes.column_data + (tile.band * kBlockElems + row) * planes.cols + tile.begin, n);
+  }
+}
+
+[[gnu::always_inline]] inline void store_column_codes(const Tile& tile, const MxView& planes,
+                                                      const std::uint32_t* codes) {
+  for (std::int64_t j = 0; j < tile.end - tile.begin; ++j) {
+    planes.column_scales[column_scale_offset(tile.band, tile.begin + j, planes.rows, planes.cols,
+                                             planes.scale_layout)] = static_cast<std::uint8_t>(codes[j]);
+  }
+}
+
+/// One tile of the fused update, or of the writeback alone when scalars are null. Returns the non-finite
+/// masters.
+MXOPT_HOST_CLONES std::int64_t write_tile(const Tile& tile, const SegmentRow& segment, DType grad_dtype,
+                                          const AdamScalars* scalars) {
+  Scratch scratch;
+  const MxView& planes = segment.planes;
+  if (tile.band < 0) {
+    const std::int64_t n = tile.end - tile.begin;
+    load_run(segment, grad_dtype, tile.begin, n, scalars, scratch.grad, scratch.w);
+    return planes.rows == 0 ? write_values(segment, tile.begin, n, scratch.w)
+                            : write_row_blocks(planes, segment.param_begin + tile.begin, n, scratch.w);
+  }
+  std::int64_t bad = 0;
+  std::fill_n(scratch.amax, tile.end - tile.begin, 0u);
+  for (std::int64_t row = 0; row < kBlockElems; ++row) {
+    const RowPiece piece = row_piece(tile, segment, row);
+    if (piece.first >= piece.last) continue;
+    const std::int64_t n = piece.last - piece.first;
+    float* w = scratch.w + row * kTileCols + piece.first;
+    load_run(segment, grad_dtype, piece.offset - segment.param_begin, n, scalars, scratch.grad, w);
+    bad += write_row_blocks(planes, piece.offset, n, w);
+    column_amax_bits(scratch.amax + piece.first, w, n);
+  }
+  if (tile.cut) {
+    for (std::int64_t j = 0; j < tile.end - tile.begin; ++j)
+      scratch.amax[j] = e8m0_from_amax_bits(scratch.amax[j]);
+  } else {
+    write_column_blocks(tile, planes, scratch);
+  }
+  store_column_codes(tile, planes, scratch.amax);
+  return bad;
+}
+
+/// Column bytes of the owned part of a cut band.
+MXOPT_HOST_CLONES void cast_tile(const Tile& tile, const SegmentRow& segment) {
+  Scratch scratch;
+  const MxView& planes = segment.planes;
+  for (std::int64_t j = 0; j < tile.end - tile.begin; ++j) {
+    scratch.reciprocals[j] = e8m0_reciprocal(planes.column_scales[column_scale_offset(
+        tile.band, tile.begin + j, planes.rows, planes.cols, planes.scale_layout)]);
+  }
+  for (std::int64_t row = 0; row < kBlockElems; ++row) {
+    const RowPiece piece = row_piece(tile, segment, row);
+    if (piece.first >= piece.last) continue;
+    const std::int64_t n = piece.last - piece.first;
+    round_to_bf16(segment.master + (piece.offset - segment.param_begin), scratch.w, n);
+    encode_columns(scratch.w, scratch.reciprocals + piece.first, planes.column_data + piece.offset, n);
+  }
+}
+
+/// Adds the squares of `n` gradients to the limbs; false when one of them is not finite.
+MXOPT_HOST_CLONES bool add_squares(const void* grad, DType grad_dtype, std::int64_t offset, std::int64_t n,
+                                   std::int64_t* limbs) {
+  bool finite = true;
+  alignas(64) float g[kSumRunElems];
+  alignas(64) double squares[kSumRunElems];
+  for (std::int64_t begin = 0; begin < n; begin += kSumRunElems) {
+    const std::int64_t count = std::min(kSumRunElems, n - begin);
+    if (count < kSumRunElems) std::fill_n(g, kSumRunElems, 0.0f);
+    if (grad_dtype == DType::kBf16) {
+      widen_bf16(static_cast<const Bf16*>(grad) + offset + begin, g, count);
+    } else {
+      std::memcpy(g, static_cast<const float*>(grad) + offset + begin,
+                  static_cast<std::size_t>(count) * sizeof(float));
+    }
+    if (count_nonfinite(g, kSumRunElems) != 0) {
+      finite = false;
+      continue;
+    }
+    for (std::int64_t i = 0; i < kSumRunElems; ++i)
+      squares[i] = static_cast<double>(g[i]) * static_cast<double>(g[i]);
+    add_to_sum(limbs, sum_run(squares));
+  }
+  return finite;
+}
+
+class HostStepKernels final : public StepKernels {
+ public:
+  explicit HostStepKernels(StepTables tables) : tables_(std::move(tables)) {
+    for (std::size_t s = 0; s < tables_.segments.size(); ++s) {
+      const SegmentRow& segment = tables_.segments[s];
+      const bool frozen = segment.exp_avg == nullptr;
+      std::vector<Tile>& tiles = frozen ? frozen_tiles_ : tiles_;
+      if (segment.planes.column_data == nullptr) {
+        add_runs(static_cast<std::int32_t>(s), tiles);
+      } else {
+        add_bands(static_cast<std::int32_t>(s), tiles, frozen ? frozen_cut_tiles_ : cut_tiles_);
+      }
+      if (!frozen) add_runs(static_cast<std::int32_t>(s), runs_);
+    }
+  }
+
+  void grad_stats(StepStatistics& out, StreamRef) override {
+    ++launches_;
+    ExactSum total = {};
+    const auto count = static_cast<std::int64_t>(runs_.size());
+    std::int64_t bad_runs = 0;
+#pragma omp parallel reduction(+ : bad_runs)
+    {
+      ExactSum mine = {};
+#pragma omp for schedule(static)
+      for (std::int64_t i = 0; i < count; ++i) {
+        const Tile& run = runs_[static_cast<std::size_t>(i)];
+        const SegmentRow& segment = tables_.segments[static_cast<std::size_t>(run.segment)];
+        if (!add_squares(segment.grad, tables_.grad_dtype, run.begin, run.end - run.begin, mine.data())) {
+          mark(segment, kStatusNonFiniteGradient);
+          ++bad_runs;
+        }
+        normalize_sum(mine.data());
+      }
+#pragma omp critical
+      for (std::size_t k = 0; k < total.size(); ++k) total[k] += mine[k];
+    }
+    normalize_sum(total.data());
+    std::ranges::copy(total, out.square_sum);
+    out.nonfinite_params = bad_runs;
+  }
+
+  void fused_update(std::span<const AdamScalars> groups, StreamRef) override {
+    write(tiles_, groups);
+  }
+
+  void writeback(StreamRef) override {
+    write(tiles_, {});
+    write(frozen_tiles_, {});
+  }
+
+  void cast_cut_bands(bool frozen_too, StreamRef) override {
+    cast(cut_tiles_);
+    if (frozen_too) cast(frozen_cut_tiles_);
+  }
+
+ private:
+  void add_runs(std::int32_t s, std::vector<Tile>& tiles) const {
+    const std::int64_t elems = tables_.segments[static_cast<std::size_t>(s)].elems;
+    for (std::int64_t begin = 0; begin < elems; begin += kChunkElems) {
+      tiles.push_back({s, false, -1, begin, std::min(begin + kChunkElems, elems)});
+    }
+  }
+
+  void add_bands(std::int32_t s, std::vector<Tile>& tiles, std::vector<Tile>& cut_tiles) const {
+    const SegmentRow& segment = tables_.segments[static_cast<std::size_t>(s)];
+    const std::int64_t cols = segment.planes.cols;
+    const std::int64_t band_elems = kBlockElems * cols;
+    const std::int64_t end = segment.param_begin + segment.elems;
+    for (std::int64_t band = segment.param_begin / band_elems; band * band_elems < end; ++band) {
+      const bool cut = band * band_elems < segment.param_begin || (band + 1) * band_elems > end;
+      for (std::int64_t begin = 0; begin < cols; begin += kTileCols) {
+        const Tile tile = {s, cut, band, begin, std::min(begin + kTileCols, cols)};
+        tiles.push_back(tile);
+        if (cut) cut_tiles.push_back(tile);
+      }
+    }
+  }
+
+  void write(const std::vector<Tile>& tiles, std::span<const AdamScalars> groups) {
+    ++launches_;
+    const auto count = static_cast<std::int64_t>(tiles.size());
+#pragma omp parallel for schedule(static)
+    for (std::int64_t i = 0; i < count; ++i) {
+      const Tile& tile = tiles[static_cast<std::size_t>(i)];
+      const SegmentRow& segment = tables_.segments[static_cast<std::size_t>(tile.segment)];
+      const AdamScalars* scalars =
+          groups.empty() ? nullptr : &groups[static_cast<std::size_t>(segment.group)];
+      if (write_tile(tile, segment, tables_.grad_dtype, scalars) != 0) mark(segment, kStatusNonFiniteMaster);
+    }
+  }
+
+  void cast(const std::vector<Tile>& tiles) {
+    ++launches_;
+    const auto count = static_cast<std::int64_t>(tiles.size());
+#pragma omp parallel for schedule(static)
+    for (std::int64_t i = 0; i < count; ++i) {
+      const Tile& tile = tiles[static_cast<std::size_t>(i)];
+      cast_tile(tile, tables_.segments[static_cast<std::size_t>(tile.segment)]);
+    }
+  }
+
+  /// Several threads may mark the same param, with the same value.
+  static void mark(const SegmentRow& segment, ParamStatus status) {
+    std::atomic_ref<std::uint8_t>(*segment.status).store(status, std::memory_order_relaxed);
+  }
+
+  StepTables tables_;
+  std::vector<Tile> tiles_, frozen_tiles_;
+  std::vector<Tile> cut_tiles_, frozen_cut_tiles_;
+  std::vector<Tile> runs_;  // of the gradients; their starts are multiples of 128 in the param
+};
+
+}  // namespace
+
+std::unique_ptr<StepKernels> make_step_kernels(StepTables tables) {
+  return std::make_unique<HostStepKernels>(std::move(tables));
+}
+
+}  // namespace mxopt::host

@@ -1,0 +1,58 @@
+// What one step did: a complete record on every path, equal on all ranks but for the fields that say
+// otherwise.
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <string>
+#include <string_view>
+#include <vector>
+
+namespace mxopt {
+
+enum class SkipReason { kNone, kNonFiniteGradient };
+
+constexpr std::string_view skip_reason_name(SkipReason reason) {
+  return reason == SkipReason::kNone ? "none" : "non-finite gradient";
+}
+
+/// Milliseconds of the phases of one step on this rank, as the host saw them.
+struct PhaseTimes {
+  double reduce_scatter = 0;  // waiting for what was issued before, and issuing the rest
+  double statistics = 0;      // sums of squares and their reduction
+  double update = 0;          // fused update with writeback
+  double scales = 0;          // packed MAX reduction and the cast of cut bands
+  double gather = 0;          // issuing the gathers; their waiting is in wait_param
+};
+
+struct StepRecord {
+  bool taken = false;
+  SkipReason skip_reason = SkipReason::kNone;
+  std::int64_t step = 0;               // taken steps so far, this one included
+  std::int64_t calls = 0;              // step() calls so far, this one included
+  std::int64_t consecutive_skips = 0;  // this one included
+  std::int64_t skipped_total = 0;
+  double grad_norm = 0;   // global, after unscaling and averaging; NaN when a gradient is not finite
+  float clip_factor = 1;  // what clipping multiplied the gradients by; 1 on a skipped step
+  double loss_scale = 1;  // used for this step's gradients
+  double next_loss_scale = 1;
+  double lr = 0;                                       // of the schedule, before group multipliers
+  std::vector<std::string> nonfinite_gradient_params;  // names in registration order
+  std::vector<std::string> nonfinite_master_params;    // whose masters became NaN or infinite in BF16
+  int launches = 0;  // kernel launches (host: parallel regions) of this rank's step
+  PhaseTimes ms;     // this rank's
+};
+
+/// Handle of a record that may not be complete yet. Reading waits for the step on devices; copies share the
+/// record.
+class StepReport {
+ public:
+  explicit StepReport(StepRecord record) : record_(std::make_shared<StepRecord>(std::move(record))) {}
+  const StepRecord& operator*() const { return *record_; }
+  const StepRecord* operator->() const { return record_.get(); }
+
+ private:
+  std::shared_ptr<const StepRecord> record_;
+};
+
+}  // namespace mxopt
