@@ -104,8 +104,8 @@ struct ConfigItems {
   std::function<std::size_t()> size;
   std::function<void(std::size_t)> assign_defaults;          // makes it a list of n default items
   std::function<void(ConfigSchema&, std::size_t)> describe;  // binds the keys of item i
-  std::function<std::shared_ptr<void>(ConfigSchema&)>
-      describe_default;  // binds a default item, which it returns
+  // Binds the keys of a default item, which it returns to keep it alive.
+  std::function<std::shared_ptr<void>(ConfigSchema&)> describe_default;
 };
 
 class ConfigSchema {

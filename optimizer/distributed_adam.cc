@@ -157,7 +157,7 @@ class DistributedAdam::Impl {
 
   void grad_ready(std::string_view name, StreamRef stream) {
     const int param = layout().find(name);
-    guarded_message([&] { grad_sync_.ready(param, stream); });
+    guarded([&] { grad_sync_.ready(param, stream); });
   }
 
   StepReport step(StreamRef stream) {
@@ -241,22 +241,16 @@ class DistributedAdam::Impl {
   std::int64_t param_count() const { return static_cast<std::int64_t>(layout().params().size()); }
   int storage_param(std::string_view name) const { return layout().storage_of(layout().find(name)); }
 
-  /// A local failure after messages began makes the peers fail too instead of wait.
+  /// A local failure after messages began makes the peers fail too instead of wait. A PeerError is no local
+  /// failure: it comes to every rank by itself, and under MPI abort() would end the process before the caller
+  /// could report it. Neither is a ContractError, which is thrown before a call sends anything, or on every
+  /// rank alike.
   template <class Body>
   void guarded(const Body& body) {
     try {
       body();
-    } catch (const std::exception& error) {
-      comm_.abort(error.what());
+    } catch (const PeerError&) {
       throw;
-    }
-  }
-
-  /// The same where a caller's mistake is refused before anything was sent.
-  template <class Body>
-  void guarded_message(const Body& body) {
-    try {
-      body();
     } catch (const ContractError&) {
       throw;
     } catch (const std::exception& error) {

@@ -21,7 +21,7 @@ ParamGroups make_param_groups(const OptimizerConfig& config, std::span<const Par
   for (std::size_t g = 0; g < config.groups.size(); ++g) {
     const GroupConfig& group = config.groups[g];
     const std::string key = "optimizer.groups[" + std::to_string(g) + "]";
-    const std::string name = group.name.empty() ? group.match : group.name;
+    const std::string& name = group_name(group);
     if (name == "*" || std::ranges::find(result.groups, name, &ParamGroup::name) != result.groups.end()) {
       throw ConfigError(key + ".name: '" + name +
                         "' is taken; allowed is a name that no other group has, and not '*'");

@@ -75,10 +75,13 @@ struct BasicTypedSpan {
   BasicTypedSpan() = default;
   BasicTypedSpan(Pointer data_, DType dtype_, std::int64_t elems_)
       : data(data_), dtype(dtype_), elems(elems_) {}
+  // Both convert without a cast, as std::span does.
   template <class T>
+  // NOLINTNEXTLINE(google-explicit-constructor)
   requires(kConst || !std::is_const_v<T>) BasicTypedSpan(std::span<T> span)
       : data(span.data()), dtype(dtype_of<T>()), elems(static_cast<std::int64_t>(span.size())) {}
   template <bool kOther>
+  // NOLINTNEXTLINE(google-explicit-constructor)
   requires(kConst && !kOther) BasicTypedSpan(const BasicTypedSpan<kOther>& other)
       : data(other.data), dtype(other.dtype), elems(other.elems) {}
 

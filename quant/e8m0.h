@@ -1,5 +1,5 @@
-// The E8M0 block scale: code of a block's maximum, value of a code, and the factor that a block is multiplied by.
-// The rule is numerics contract section 1, steps 3 to 5 and 7.
+// The E8M0 block scale: code of a block's maximum, value of a code, and the factor that a block is multiplied
+// by. The rule is numerics contract section 1, steps 3 to 5 and 7.
 #pragma once
 
 #include <cstdint>
@@ -25,7 +25,8 @@ MXOPT_HD std::uint32_t e8m0_from_quotient_bits(std::uint32_t bits) {
 /// Code of a block whose largest |w| has these FP32 bits (sign bit clear; NaN bits are the largest of all).
 /// p = amax * fp32(1/448); subnormals are kept.
 MXOPT_HD std::uint32_t e8m0_from_amax_bits(std::uint32_t amax_bits) {
-  return e8m0_from_quotient_bits(float_to_bits(bits_to_float(amax_bits) * bits_to_float(0x3B124925u)) & 0x7FFFFFFFu);
+  return e8m0_from_quotient_bits(float_to_bits(bits_to_float(amax_bits) * bits_to_float(0x3B124925u)) &
+                                 0x7FFFFFFFu);
 }
 
 /// 2^(code - 127); code 0 is 2^-127, code 0xFF is NaN.

@@ -11,7 +11,8 @@ namespace mxopt {
 /// Elements that share one E8M0 scale.
 inline constexpr std::int64_t kBlockElems = 32;
 
-/// Order of the scale bytes inside their array. kCompact: row-major. kGemm: the swizzled order of block-scaled GEMMs.
+/// Order of the scale bytes inside their array. kCompact: row-major. kGemm: the swizzled order of
+/// block-scaled GEMMs.
 enum class ScaleLayout { kCompact, kGemm };
 
 MXOPT_HD std::int64_t round_up(std::int64_t value, std::int64_t multiple) {
@@ -19,31 +20,36 @@ MXOPT_HD std::int64_t round_up(std::int64_t value, std::int64_t multiple) {
 }
 
 /// Scale array of the row plane: [roundup(rows, 128), roundup(cols / 32, 4)].
-MXOPT_HD std::int64_t row_scale_stride(std::int64_t cols) { return round_up(cols / kBlockElems, 4); }
+MXOPT_HD std::int64_t row_scale_stride(std::int64_t cols) {
+  return round_up(cols / kBlockElems, 4);
+}
 MXOPT_HD std::int64_t row_scale_bytes(std::int64_t rows, std::int64_t cols) {
   return round_up(rows, 128) * row_scale_stride(cols);
 }
 /// Scale array of the column plane: [roundup(rows / 32, 4), roundup(cols, 128)].
-MXOPT_HD std::int64_t column_scale_stride(std::int64_t cols) { return round_up(cols, 128); }
+MXOPT_HD std::int64_t column_scale_stride(std::int64_t cols) {
+  return round_up(cols, 128);
+}
 MXOPT_HD std::int64_t column_scale_bytes(std::int64_t rows, std::int64_t cols) {
   return round_up(rows / kBlockElems, 4) * column_scale_stride(cols);
 }
 
-/// Offset of scale (i, j) in the swizzled order; i counts along the non-block axis, j counts blocks, and the array is
-/// `tiles` tiles of 128 x 4 scales wide in j.
+/// Offset of scale (i, j) in the swizzled order; i counts along the non-block axis, j counts blocks, and the
+/// array is `tiles` tiles of 128 x 4 scales wide in j.
 MXOPT_HD std::int64_t gemm_scale_offset(std::int64_t i, std::int64_t j, std::int64_t tiles) {
   return (i / 128 * tiles + j / 4) * 512 + (i % 32) * 16 + (i % 128 / 32) * 4 + j % 4;
 }
 
 /// Offset of the scale of row block (r, c / 32).
-MXOPT_HD std::int64_t row_scale_offset(std::int64_t r, std::int64_t block, std::int64_t cols, ScaleLayout layout) {
+MXOPT_HD std::int64_t row_scale_offset(std::int64_t r, std::int64_t block, std::int64_t cols,
+                                       ScaleLayout layout) {
   return layout == ScaleLayout::kCompact ? r * row_scale_stride(cols) + block
                                          : gemm_scale_offset(r, block, row_scale_stride(cols) / 4);
 }
 
 /// Offset of the scale of column block (r / 32, c).
-MXOPT_HD std::int64_t column_scale_offset(std::int64_t band, std::int64_t c, std::int64_t rows, std::int64_t cols,
-                                          ScaleLayout layout) {
+MXOPT_HD std::int64_t column_scale_offset(std::int64_t band, std::int64_t c, std::int64_t rows,
+                                          std::int64_t cols, ScaleLayout layout) {
   return layout == ScaleLayout::kCompact ? band * column_scale_stride(cols) + c
                                          : gemm_scale_offset(c, band, round_up(rows / kBlockElems, 4) / 4);
 }

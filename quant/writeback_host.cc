@@ -14,7 +14,6 @@ namespace {
 /// Widest tile. A tile is one band of 32 rows x up to this many columns, starts at a multiple of 32 columns
 /// and so holds whole blocks of both planes: no two tiles write the same scale.
 constexpr std::int64_t kTileCols = 1024;
-constexpr std::int64_t kTileBlocks = kTileCols / kBlockElems;
 /// Bytes of a scale array that one thread clears or copies at a time.
 constexpr std::int64_t kChunkBytes = 1 << 20;
 
@@ -41,6 +40,21 @@ struct Tile {
   std::int64_t band;
   std::int64_t c_begin;
   std::int64_t c_end;
+
+  std::int64_t cols() const { return c_end - c_begin; }
+  std::int64_t row_begin() const { return band * kBlockElems; }
+  std::int64_t row_end() const { return row_begin() + kBlockElems; }
+};
+
+/// Columns [c_begin + lo, c_begin + hi) of one row of a tile; nothing when lo >= hi.
+struct RowPiece {
+  std::int64_t lo;
+  std::int64_t hi;
+
+  bool empty() const { return lo >= hi; }
+  std::int64_t elems() const { return hi - lo; }
+  /// Where the first block that the piece touches begins.
+  std::int64_t first_block() const { return lo / kBlockElems * kBlockElems; }
 };
 
 /// The flat range [begin, end) of a matrix, cut in tiles.
@@ -65,16 +79,10 @@ class TileGrid {
     return {first_band_ + index / across_, c_begin, std::min(c_begin + kTileCols, cols_)};
   }
 
-  /// Calls body(row, lo, hi) for each row of the tile; the range holds columns [c_begin + lo, c_begin + hi)
-  /// of it.
-  template <class Body>
-  [[gnu::always_inline]] void for_each_row(const Tile& tile, const Body& body) const {
-    for (std::int64_t row = tile.band * kBlockElems; row < (tile.band + 1) * kBlockElems; ++row) {
-      const std::int64_t origin = row * cols_ + tile.c_begin;
-      const std::int64_t lo = std::max<std::int64_t>(begin_ - origin, 0);
-      const std::int64_t hi = std::min(end_ - origin, tile.c_end - tile.c_begin);
-      if (lo < hi) body(row, lo, hi);
-    }
+  /// The columns of `row` that lie both in the tile and in the range.
+  [[gnu::always_inline]] RowPiece piece(const Tile& tile, std::int64_t row) const {
+    const std::int64_t origin = row * cols_ + tile.c_begin;
+    return {std::max<std::int64_t>(begin_ - origin, 0), std::min(end_ - origin, tile.cols())};
   }
 
  private:
@@ -152,14 +160,27 @@ void for_each_tile(const std::vector<Entry>& entries, const Body& body) {
   widen_bf16(in, w, n);
 }
 
+/// Starts to read masters of the next row, so that memory works while this row is computed: the rows of a
+/// tile are too short, and too far from one another, for the processor to foresee them.
+template <class Master>
+[[gnu::always_inline]] inline void prefetch_row(const Entry& entry, const Tile& tile, std::int64_t row) {
+  constexpr std::int64_t kLineElems = 64 / static_cast<std::int64_t>(sizeof(Master));
+  const RowPiece piece = entry.grid.piece(tile, row);
+  const auto* master = static_cast<const Master*>(entry.shard->master.data);
+  const std::int64_t begin = row * entry.grid.cols() + tile.c_begin + piece.lo - entry.shard->start;
+  for (std::int64_t i = 0; i < piece.elems(); i += kLineElems) __builtin_prefetch(master + begin + i);
+}
+
 /// w[lo, hi) := owned values of a row, rounded to BF16; 0 in the rest of the blocks that lo and hi cut.
 template <class Master>
 [[gnu::always_inline]] inline void load_row(const Entry& entry, const Tile& tile, std::int64_t row,
-                                            std::int64_t lo, std::int64_t hi, float* w) {
-  const std::int64_t flat = row * entry.grid.cols() + tile.c_begin + lo;
-  load(static_cast<const Master*>(entry.shard->master.data) + (flat - entry.shard->start), w + lo, hi - lo);
-  std::fill(w + lo / kBlockElems * kBlockElems, w + lo, 0.0f);
-  std::fill(w + hi, w + round_up(hi, kBlockElems), 0.0f);
+                                            RowPiece piece, float* w) {
+  const std::int64_t flat = row * entry.grid.cols() + tile.c_begin + piece.lo;
+  const auto* master = static_cast<const Master*>(entry.shard->master.data);
+  if (row + 1 < tile.row_end()) prefetch_row<Master>(entry, tile, row + 1);
+  load(master + (flat - entry.shard->start), w + piece.lo, piece.elems());
+  std::fill(w + piece.first_block(), w + piece.lo, 0.0f);
+  std::fill(w + piece.hi, w + round_up(piece.hi, kBlockElems), 0.0f);
 }
 
 template <class Master>
@@ -167,35 +188,28 @@ template <class Master>
   const bool has_row = entry.shard->weight.has_row();
   const bool has_column = entry.shard->weight.has_column();
   alignas(64) float w[kTileCols];
-  alignas(64) std::uint32_t block_amax[kTileBlocks];
   alignas(64) std::uint32_t column_amax[kTileCols];
-  alignas(64) std::uint8_t codes[kTileCols];
-  const std::int64_t tile_cols = tile.c_end - tile.c_begin;
-  if (has_column) std::fill(column_amax, column_amax + tile_cols, 0u);
+  if (has_column) std::fill(column_amax, column_amax + tile.cols(), 0u);
 
-  entry.grid.for_each_row(tile,
-                          [&](std::int64_t row, std::int64_t lo, std::int64_t hi) [[gnu::always_inline]] {
-                            load_row<Master>(entry, tile, row, lo, hi, w);
-                            if (has_row) {
-                              const std::int64_t first = lo / kBlockElems;
-                              const std::int64_t last = (hi - 1) / kBlockElems;
-                              for (std::int64_t b = first; b <= last; ++b)
-                                block_amax[b] = block_amax_bits(w + b * kBlockElems);
-                              for (std::int64_t b = first; b <= last; ++b) {
-                                codes[b] = static_cast<std::uint8_t>(e8m0_from_amax_bits(block_amax[b]));
-                              }
-                              const std::int64_t tile_block = tile.c_begin / kBlockElems;
-                              for (std::int64_t b = first; b <= last; ++b)
-                                packed[entry.row_scale(row, tile_block + b)] = codes[b];
-                            }
-                            if (has_column) column_amax_bits(column_amax + lo, w + lo, hi - lo);
-                          });
+  for (std::int64_t row = tile.row_begin(); row < tile.row_end(); ++row) {
+    const RowPiece piece = entry.grid.piece(tile, row);
+    if (piece.empty()) continue;
+    load_row<Master>(entry, tile, row, piece, w);
+    if (has_row) {
+      for (std::int64_t c = piece.first_block(); c < piece.hi; c += kBlockElems) {
+        packed[entry.row_scale(row, (tile.c_begin + c) / kBlockElems)] =
+            static_cast<std::uint8_t>(e8m0_from_amax_bits(block_amax_bits(w + c)));
+      }
+    }
+    if (has_column) column_amax_bits(column_amax + piece.lo, w + piece.lo, piece.elems());
+  }
 
   if (has_column) {
-    for (std::int64_t j = 0; j < tile_cols; ++j) {
+    alignas(64) std::uint8_t codes[kTileCols];
+    for (std::int64_t j = 0; j < tile.cols(); ++j) {
       codes[j] = static_cast<std::uint8_t>(e8m0_from_amax_bits(column_amax[j]));
     }
-    for (std::int64_t j = 0; j < tile_cols; ++j)
+    for (std::int64_t j = 0; j < tile.cols(); ++j)
       packed[entry.column_scale(tile.band, tile.c_begin + j)] = codes[j];
   }
 }
@@ -207,40 +221,37 @@ template <class Master>
   const bool has_row = entry.shard->weight.has_row();
   const bool has_column = entry.shard->weight.has_column();
   alignas(64) float w[kTileCols];
-  alignas(64) float reciprocals[kTileCols];
-  alignas(64) std::uint8_t codes[kTileCols];
+  alignas(64) float row_reciprocals[kTileCols];
+  alignas(64) float column_reciprocals[kTileCols];
   if (has_column) {
-    const std::int64_t tile_cols = tile.c_end - tile.c_begin;
-    for (std::int64_t j = 0; j < tile_cols; ++j)
+    alignas(64) std::uint8_t codes[kTileCols];
+    for (std::int64_t j = 0; j < tile.cols(); ++j)
       codes[j] = packed[entry.column_scale(tile.band, tile.c_begin + j)];
-    for (std::int64_t j = 0; j < tile_cols; ++j) reciprocals[j] = e8m0_reciprocal(codes[j]);
+    for (std::int64_t j = 0; j < tile.cols(); ++j) column_reciprocals[j] = e8m0_reciprocal(codes[j]);
   }
 
   std::int64_t nonfinite = 0;
-  entry.grid.for_each_row(
-      tile, [&](std::int64_t row, std::int64_t lo, std::int64_t hi) [[gnu::always_inline]] {
-        load_row<Master>(entry, tile, row, lo, hi, w);
-        nonfinite += count_nonfinite(w + lo, hi - lo);
-        const std::int64_t flat = row * entry.grid.cols() + tile.c_begin;
-        if (has_row) {
-          std::uint8_t* out = entry.row_out() + (flat - entry.row_origin());
-          for (std::int64_t c = lo / kBlockElems * kBlockElems; c < hi; c += kBlockElems) {
-            const float reciprocal =
-                e8m0_reciprocal(packed[entry.row_scale(row, (tile.c_begin + c) / kBlockElems)]);
-            if (c >= lo && c + kBlockElems <= hi) {
-              encode_block(w + c, reciprocal, out + c);
-            } else {
-              encode_block(w + c, reciprocal, codes);
-              const std::int64_t from = std::max(c, lo);
-              std::copy(codes + (from - c), codes + (std::min(c + kBlockElems, hi) - c), out + from);
-            }
-          }
-        }
-        if (has_column) {
-          std::uint8_t* out = entry.column_out() + (flat - entry.column_origin());
-          encode_columns(w + lo, reciprocals + lo, out + lo, hi - lo);
-        }
-      });
+  for (std::int64_t row = tile.row_begin(); row < tile.row_end(); ++row) {
+    const RowPiece piece = entry.grid.piece(tile, row);
+    if (piece.empty()) continue;
+    load_row<Master>(entry, tile, row, piece, w);
+    nonfinite += count_nonfinite(w + piece.lo, piece.elems());
+    const std::int64_t flat = row * entry.grid.cols() + tile.c_begin + piece.lo;
+    if (has_row) {
+      // One reciprocal per element, as in the column plane: then a block that the shard cuts is nothing
+      // special.
+      for (std::int64_t c = piece.first_block(); c < piece.hi; c += kBlockElems) {
+        const std::uint8_t code = packed[entry.row_scale(row, (tile.c_begin + c) / kBlockElems)];
+        std::fill_n(row_reciprocals + c, kBlockElems, e8m0_reciprocal(code));
+      }
+      encode_columns(w + piece.lo, row_reciprocals + piece.lo, entry.row_out() + (flat - entry.row_origin()),
+                     piece.elems());
+    }
+    if (has_column) {
+      encode_columns(w + piece.lo, column_reciprocals + piece.lo,
+                     entry.column_out() + (flat - entry.column_origin()), piece.elems());
+    }
+  }
   return nonfinite;
 }
 
@@ -268,24 +279,23 @@ template <class Out>
   alignas(64) float scales[kTileCols];
   alignas(64) float values[kTileCols];
   if (!is_row) {
-    for (std::int64_t j = 0; j < tile.c_end - tile.c_begin; ++j) {
+    for (std::int64_t j = 0; j < tile.cols(); ++j) {
       scales[j] = e8m0_value(weight.column_scales[column_scale_offset(
           tile.band, tile.c_begin + j, weight.rows, weight.cols, weight.scale_layout)]);
     }
   }
-  grid.for_each_row(tile, [&](std::int64_t row, std::int64_t lo, std::int64_t hi) [[gnu::always_inline]] {
-    if (is_row) {
-      for (std::int64_t c = lo / kBlockElems * kBlockElems; c < hi; c += kBlockElems) {
-        const std::int64_t block = (tile.c_begin + c) / kBlockElems;
-        const float scale =
-            e8m0_value(weight.row_scales[row_scale_offset(row, block, weight.cols, weight.scale_layout)]);
-        std::fill(scales + c, scales + c + kBlockElems, scale);
-      }
+  for (std::int64_t row = tile.row_begin(); row < tile.row_end(); ++row) {
+    const RowPiece piece = grid.piece(tile, row);
+    if (piece.empty()) continue;
+    for (std::int64_t c = piece.first_block(); is_row && c < piece.hi; c += kBlockElems) {
+      const std::int64_t at =
+          row_scale_offset(row, (tile.c_begin + c) / kBlockElems, weight.cols, weight.scale_layout);
+      std::fill(scales + c, scales + c + kBlockElems, e8m0_value(weight.row_scales[at]));
     }
-    const std::int64_t flat = row * weight.cols + tile.c_begin + lo;
-    decode(data + flat, scales + lo, values, hi - lo);
-    store(values, static_cast<Out*>(args.out.data) + (flat - args.begin), hi - lo);
-  });
+    const std::int64_t flat = row * weight.cols + tile.c_begin + piece.lo;
+    decode(data + flat, scales + piece.lo, values, piece.elems());
+    store(values, static_cast<Out*>(args.out.data) + (flat - args.begin), piece.elems());
+  }
 }
 
 // One tile per call, so that the choice of the instruction set costs nothing.

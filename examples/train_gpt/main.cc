@@ -22,6 +22,8 @@ namespace {
 
 /// How long a rank that failed waits for the others to have failed as well.
 constexpr double kFailureWaitS = 2;
+/// How long it waits before training starts, when no other number is known.
+constexpr double kStartWaitS = 300;
 
 struct Options {
   std::string config_path;
@@ -105,7 +107,8 @@ int run(MpiJob& job, int argc, char** argv) {
     if (!options.print_config && !options.check_config) prepare(job, prepared);
   });
   const TrainerConfig& config = prepared.config;
-  if (const int code = job.settle(outcome, config.library.parallel.init_timeout_s); code != 0) return code;
+  const double start_wait_s = outcome.failed ? kStartWaitS : config.library.parallel.init_timeout_s;
+  if (const int code = job.settle(outcome, start_wait_s); code != 0) return code;
 
   if (only_help || options.print_config || options.check_config) {
     if (job.rank() != 0) return 0;

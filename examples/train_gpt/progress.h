@@ -25,7 +25,7 @@ class Progress {
   void step(const StepMetrics& metrics);
 
   /// Ends the updating line and prints what the run came to. bf16_bytes  what a gather of the MXFP8 params
-  /// would move as BF16; memory  the optimizer's own words.
+  /// would move as BF16; memory  one line of the optimizer's report.
   void finish(std::int64_t bf16_bytes, const std::string& memory);
 
  private:

@@ -4,6 +4,7 @@
 #include <chrono>
 #include <span>
 #include <sstream>
+#include <string>
 
 #include "mxopt/collectives/make_communicator.h"
 
@@ -23,6 +24,16 @@ class Stopwatch {
  private:
   std::chrono::steady_clock::time_point begin_ = std::chrono::steady_clock::now();
 };
+
+/// The line of a construction report that says where this rank's bytes went.
+std::string memory_line(const std::string& report) {
+  std::istringstream lines(report);
+  std::string line;
+  while (std::getline(lines, line)) {
+    if (line.starts_with("memory")) return line;
+  }
+  return report;
+}
 
 std::unique_ptr<mxopt::Communicator> connect(const mxopt::ParallelConfig& parallel) {
   mxopt::CommunicatorOptions options;
@@ -77,7 +88,7 @@ void Trainer::run() {
     progress_->step(metrics);
   }
   wait_for_all_params();
-  if (progress_ != nullptr) progress_->finish(bf16_gather_bytes(), optimizer_.construction().text());
+  if (progress_ != nullptr) progress_->finish(bf16_gather_bytes(), memory_line(optimizer_.construction().text()));
 }
 
 StepMetrics Trainer::train_step(std::int64_t step) {

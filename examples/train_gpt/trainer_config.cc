@@ -15,28 +15,31 @@ constexpr double kMaxCount = 1e12;
 
 void describe_train(mxopt::ConfigSchema& schema, TrainConfig& train) {
   schema
-      .add("train.steps", train.steps, Bounds::between(1, kMaxCount),
+      .add("train.steps", train.steps, Bounds::at_least(1).at_most(kMaxCount),
            "Optimizer steps that the schedule covers.", "steps")
       .alias("train_iters")
       .alias("max_steps");
-  schema.add("train.stop_after", train.stop_after, Bounds::between(1, kMaxCount).or_zero("train.steps"),
+  schema.add("train.stop_after", train.stop_after,
+             Bounds::at_least(1).at_most(kMaxCount).or_zero("train.steps"),
              "Steps after which the run ends; the schedule stays as it is.", "steps");
   schema
-      .add("train.global_batch", train.global_batch, Bounds::between(1, kMaxCount),
+      .add("train.global_batch", train.global_batch, Bounds::at_least(1).at_most(kMaxCount),
            "Sequences of one step, over all ranks.", "sequences")
       .alias("global_batch_size");
   schema
-      .add("train.micro_batch", train.micro_batch, Bounds::between(1, kMaxCount),
+      .add("train.micro_batch", train.micro_batch, Bounds::at_least(1).at_most(kMaxCount),
            "Sequences that one rank computes at once.", "sequences")
       .alias("micro_batch_size");
-  schema.add("train.seq_len", train.seq_len, Bounds::between(1, 65536), "Length of a sequence.", "bytes")
+  schema
+      .add("train.seq_len", train.seq_len, Bounds::at_least(1).at_most(65536), "Length of a sequence.",
+           "bytes")
       .alias("seq_length");
   schema.add("train.seed", train.seed, Bounds::at_least(0), "Seed of initial values and data order.");
-  schema.add("train.log_every", train.log_every, Bounds::between(1, kMaxCount), "Steps between log lines.",
-             "steps");
+  schema.add("train.log_every", train.log_every, Bounds::at_least(1).at_most(kMaxCount),
+             "Steps between log lines.", "steps");
   schema.add("train.threads", train.threads,
-             Bounds::between(1, 4096).or_zero("this rank's share of the cores"), "Threads of one rank.",
-             "threads");
+             Bounds::at_least(1).at_most(4096).or_zero("this rank's share of the cores"),
+             "Threads of one rank.", "threads");
   schema.add("train.metrics", train.metrics, "File for one JSON line per step; empty: none.");
   schema.add("train.progress", train.progress,
              {{"auto", ProgressStyle::kAuto}, {"line", ProgressStyle::kLine}, {"log", ProgressStyle::kLog}},
@@ -44,17 +47,17 @@ void describe_train(mxopt::ConfigSchema& schema, TrainConfig& train) {
 }
 
 void describe_model(mxopt::ConfigSchema& schema, ModelConfig& model) {
-  schema.add("model.layers", model.layers, Bounds::between(1, 1024), "Transformer blocks.", "blocks")
+  schema.add("model.layers", model.layers, Bounds::at_least(1).at_most(1024), "Transformer blocks.", "blocks")
       .alias("num_layers");
   schema
-      .add("model.hidden", model.hidden, Bounds::between(1, 65536), "Width of the residual stream.",
+      .add("model.hidden", model.hidden, Bounds::at_least(1).at_most(65536), "Width of the residual stream.",
            "elements")
       .alias("hidden_size");
   schema
-      .add("model.heads", model.heads, Bounds::between(1, 65536),
+      .add("model.heads", model.heads, Bounds::at_least(1).at_most(65536),
            "Attention heads; they divide model.hidden.", "heads")
       .alias("num_attention_heads");
-  schema.add("model.ffn_mult", model.ffn_mult, Bounds::between(1, 64),
+  schema.add("model.ffn_mult", model.ffn_mult, Bounds::at_least(1).at_most(64),
              "Width of the MLP in multiples of model.hidden.");
   schema.add("model.init_std", model.init_std, Bounds::above(0),
              "Standard deviation of initial weights; smaller where a layer adds to the residual stream.");

@@ -84,10 +84,16 @@ std::uint32_t last_bits_of(std::uint32_t code) {
   return code % 2 == 0 ? bits : bits - 1;
 }
 
+/// How many of the inputs [first, last], with that sign, do not give `code`.
 std::int64_t count_other(std::uint32_t first, std::uint32_t last, std::uint32_t sign, std::uint32_t code) {
+  const std::int64_t inputs = static_cast<std::int64_t>(last) - first + 1;
   std::int64_t other = 0;
-  for (std::uint32_t bits = first; bits <= last; ++bits) {
-    other += e4m3_from_fp32(bits_to_float(bits | sign)) == code ? 0 : 1;
+#if defined(_OPENMP)
+#pragma omp parallel for schedule(static) reduction(+ : other) if (inputs > 1 << 20)
+#endif
+  for (std::int64_t i = 0; i < inputs; ++i) {
+    const std::uint32_t bits = (first + static_cast<std::uint32_t>(i)) | sign;
+    other += e4m3_from_fp32(bits_to_float(bits)) == code ? 0 : 1;
   }
   return other;
 }

@@ -293,14 +293,17 @@ std::vector<Range> random_ranges(Random& random, std::int64_t elems, int world_s
   return ranges;
 }
 
+std::string kind_name(DeviceKind kind) {
+  return kind == DeviceKind::kHost ? "Host" : "Cuda";
+}
+
 /// Every device kind that this build has.
 class Writeback : public ::testing::TestWithParam<DeviceKind> {
  protected:
   Device device() const { return {GetParam(), 0}; }
 };
-INSTANTIATE_TEST_SUITE_P(Devices, Writeback, ::testing::Values(DeviceKind::kHost), [](const auto& kind) {
-  return kind.param == DeviceKind::kHost ? std::string("Host") : std::string("Cuda");
-});
+INSTANTIATE_TEST_SUITE_P(Devices, Writeback, ::testing::Values(DeviceKind::kHost),
+                         [](const auto& kind) { return kind_name(kind.param); });
 
 Weight make_weight(std::string name, std::int64_t rows, std::int64_t cols, std::vector<float> master,
                    Storage storage = Storage::kBoth) {

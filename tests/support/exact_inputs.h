@@ -19,7 +19,8 @@ inline std::uint64_t mix(std::uint64_t seed, int rank, std::int64_t element) {
   return x ^ (x >> 31);
 }
 
-/// fp32 and bf16: integers in [-15, 16], exact in sums of up to 16 ranks. int64: 48 random bits. uint8: any byte.
+/// fp32 and bf16: integers in [-15, 16], exact in sums of up to 16 ranks. int64: 48 random bits. uint8: any
+/// byte.
 template <class T>
 T exact_input(std::uint64_t seed, int rank, std::int64_t element) {
   const std::uint64_t bits = mix(seed, rank, element);

@@ -13,9 +13,9 @@
 
 namespace mxopt::test {
 
-/// Runs body(communicator) on `size` threads and waits for all of them. The first rank that throws ends the others'
-/// waits, and its exception is the one that is thrown here. A rank that returns leaves the group. Every wait has the
-/// deadline `timeout_s`.
+/// Runs body(communicator) on `size` threads and waits for all of them. The first rank that throws ends the
+/// others' waits, and its exception is the one that is thrown here. A rank that returns leaves the group.
+/// Every wait has the deadline `timeout_s`.
 inline void run_ranks(int size, const std::function<void(Communicator&)>& body, double timeout_s = 30) {
   std::mutex mutex;
   std::exception_ptr first_error;

@@ -1,0 +1,304 @@
+// Run under mpirun: every rank runs the same tests, and a failure on any of them fails the run.
+#include "mxopt/collectives/mpi_communicator.h"
+
+#include <chrono>
+#include <iostream>
+#include <memory>
+#include <thread>
+#include <tuple>
+#include <vector>
+
+#include <gtest/gtest.h>
+#include <unistd.h>
+
+#include "communicator_conformance.h"
+#include "support/thrown_message.h"
+
+#include "mxopt/collectives/make_communicator.h"
+
+namespace mxopt {
+namespace {
+
+using test::communicator_conformance;
+using test::ConformanceCase;
+using test::contains;
+
+constexpr double kTimeoutS = 20;
+
+/// With a chunk size: small ones cut every message of the suite.
+class MpiConformance : public ::testing::TestWithParam<std::tuple<ConformanceCase, std::int64_t>> {};
+
+TEST_P(MpiConformance, Holds) {
+  const auto& [conformance, chunk_bytes] = GetParam();
+  const auto comm = MpiCommunicator::dup(MPI_COMM_WORLD, kTimeoutS, chunk_bytes);
+  conformance.check(*comm);
+  comm->close();
+}
+
+INSTANTIATE_TEST_SUITE_P(Communicator, MpiConformance,
+                         ::testing::Combine(::testing::ValuesIn(communicator_conformance()),
+                                            ::testing::Values(100, 1000,
+                                                              MpiCommunicator::kDefaultChunkBytes)),
+                         [](const auto& tested) {
+                           return std::get<0>(tested.param).name + std::to_string(std::get<1>(tested.param));
+                         });
+using test::thrown_message;
+
+std::unique_ptr<MpiCommunicator> world(double timeout_s = kTimeoutS) {
+  return MpiCommunicator::dup(MPI_COMM_WORLD, timeout_s);
+}
+
+TEST(MpiCommunicator, LateRankIsNamedAndTheJobGoesOn) {
+  const auto comm = world(0.3);
+  if (comm->size() == 1) GTEST_SKIP() << "needs two ranks";
+  comm->barrier();
+  std::vector<std::int64_t> value{1};
+  // Rank 1 sleeps well beyond the deadline of the others.
+  if (comm->rank() == 1) std::this_thread::sleep_for(std::chrono::milliseconds(1500));
+  Work work = comm->all_reduce(std::span(value), ReduceOp::kSum, Traffic::kStatistics);
+  if (comm->rank() != 1) {
+    try {
+      work.wait();
+      ADD_FAILURE() << "nothing was thrown";
+    } catch (const PeerError& error) {
+      EXPECT_EQ(error.failure().operation, "all_reduce(sum, int64 x 1, statistics)");
+      EXPECT_EQ(error.failure().sequence, 1);
+      EXPECT_EQ(error.failure().rank, comm->rank());
+      EXPECT_EQ(error.failure().culprit_rank, 1);
+      EXPECT_NE(error.failure().pid, static_cast<std::int64_t>(getpid())) << "the pid is that of rank 1";
+      EXPECT_GE(error.failure().elapsed_ms, 300);
+      EXPECT_EQ(error.failure().reason, "rank 1 has not come; rank 1 has issued 1 calls");
+    }
+    EXPECT_FALSE(comm->health().ok);
+    EXPECT_EQ(comm->health().outstanding, 1);
+  }
+  // The late rank comes, and the call completes after all.
+  const auto begin = std::chrono::steady_clock::now();
+  while (std::chrono::steady_clock::now() - begin < std::chrono::seconds(30)) {
+    try {
+      if (work.test()) break;
+    } catch (const PeerError&) {
+      std::this_thread::yield();
+    }
+  }
+  EXPECT_EQ(value[0], comm->size());
+  EXPECT_EQ(comm->health().outstanding, 0);
+
+  const auto fresh = world();
+  fresh->barrier();
+}
+
+TEST(MpiCommunicator, CallsThatDifferAreAnErrorThatNamesTheOddRank) {
+  const auto comm = world(2);
+  if (comm->size() < 3) GTEST_SKIP() << "a majority needs three ranks";
+  // Equal byte counts: MPI itself sees nothing wrong and would deliver nonsense.
+  std::vector<std::uint8_t> memory(8 * 64);
+  const bool odd = comm->rank() == 1;
+  const DType dtype = odd ? DType::kFp32 : DType::kBf16;
+  const std::int64_t elems = odd ? 4 : 8;
+  Work work = comm->broadcast({memory.data(), dtype, elems}, 0, Traffic::kControl);
+  try {
+    work.wait();
+    EXPECT_EQ(comm->rank(), 0) << "a root may be through before the others have come";
+  } catch (const PeerError& error) {
+    EXPECT_EQ(error.failure().culprit_rank, 1);
+    EXPECT_TRUE(contains(error.what(), "rank 1 called broadcast(root 0, fp32 x 4, control), rank"));
+    EXPECT_TRUE(contains(error.what(), "called broadcast(root 0, bf16 x 8, control)"));
+  }
+  const auto fresh = world();
+  fresh->barrier();
+}
+
+TEST(MpiCommunicator, RanksInDifferentCallsAreToldAtTheDeadline) {
+  const auto comm = world(0.5);
+  if (comm->size() < 3) GTEST_SKIP() << "a majority needs three ranks";
+  std::vector<std::uint8_t> memory(4096);
+  std::string message;
+  const auto part = comm->split(0, 0);
+  try {
+    // Rank 2 has lost a call of its own and is one ahead.
+    Work work = part->rank() == 2 ? part->broadcast({memory.data(), DType::kUint8, 64}, 0, Traffic::kPlain)
+                                  : part->all_reduce({memory.data(), DType::kInt64, 8}, ReduceOp::kSum,
+                                                     Traffic::kStatistics);
+    work.wait();
+    part->barrier();
+  } catch (const std::exception& error) {
+    message = error.what();
+  }
+  EXPECT_TRUE(contains(message, "rank 2 called broadcast(root 0, uint8 x 64, plain)"));
+  EXPECT_TRUE(contains(message, "called all_reduce(sum, int64 x 8, statistics)"));
+  const auto fresh = world();
+  fresh->barrier();
+  // Why: MPI may still hold the pointers of the calls that did not complete.
+  new std::vector<std::uint8_t>(std::move(memory));
+}
+
+TEST(MpiCommunicator, TheCallersCommunicatorStaysTheCallers) {
+  MPI_Comm half = MPI_COMM_NULL;
+  int rank = 0;
+  int size = 0;
+  MPI_Comm_rank(MPI_COMM_WORLD, &rank);
+  MPI_Comm_size(MPI_COMM_WORLD, &size);
+  MPI_Comm_split(MPI_COMM_WORLD, rank % 2, rank, &half);
+  int half_size = 0;
+  MPI_Comm_size(half, &half_size);
+  {
+    const auto comm = MpiCommunicator::dup(half, kTimeoutS);
+    EXPECT_EQ(comm->size(), half_size);
+    comm->barrier();
+  }
+  EXPECT_EQ(MPI_Comm_free(&half), MPI_SUCCESS);
+}
+
+TEST(MpiCommunicator, CloseEndsItsUse) {
+  const auto comm = world();
+  std::vector<std::int64_t> value{1};
+  Work work = comm->all_reduce(std::span(value), ReduceOp::kSum, Traffic::kControl);
+  comm->close();
+  EXPECT_TRUE(work.test()) << "close completes what is outstanding";
+  EXPECT_EQ(value[0], comm->size());
+  comm->close();
+  EXPECT_TRUE(
+      contains(thrown_message<ContractError>([&] { comm->barrier(); }), "the communicator is closed"));
+}
+
+TEST(MpiCommunicator, RefusesBadArguments) {
+  EXPECT_TRUE(contains(thrown_message<ContractError>([] { MpiCommunicator::dup(MPI_COMM_NULL, 1); }),
+                       "MPI_COMM_NULL"));
+  for (std::int64_t chunk_bytes : {std::int64_t{7}, (std::int64_t{1} << 30) + 1}) {
+    EXPECT_TRUE(
+        contains(thrown_message<ContractError>([&] { MpiCommunicator::dup(MPI_COMM_WORLD, 1, chunk_bytes); }),
+                 "chunk of " + std::to_string(chunk_bytes) + " bytes"));
+  }
+  EXPECT_TRUE(contains(thrown_message<ContractError>([] { MpiCommunicator::dup(MPI_COMM_WORLD, 0); }),
+                       "timeout of 0 s"));
+}
+
+TEST(MpiCommunicator, DupOfALateRankEndsAtTheDeadline) {
+  int rank = 0;
+  int size = 0;
+  MPI_Comm_rank(MPI_COMM_WORLD, &rank);
+  MPI_Comm_size(MPI_COMM_WORLD, &size);
+  if (size == 1) GTEST_SKIP() << "needs two ranks";
+  MPI_Comm copy = MPI_COMM_NULL;
+  MPI_Comm_dup(MPI_COMM_WORLD, &copy);
+  if (rank != 1) {
+    EXPECT_TRUE(contains(thrown_message<PeerError>([&] { MpiCommunicator::dup(copy, 0.1); }),
+                         "not all ranks have come"));
+  }
+  MPI_Barrier(MPI_COMM_WORLD);
+}
+
+TEST(MakeCommunicator, PicksMpiWhenThereArePeers) {
+  int size = 0;
+  MPI_Comm_size(MPI_COMM_WORLD, &size);
+  const auto automatic = make_communicator({.timeout_s = kTimeoutS, .world_size = size});
+  EXPECT_EQ(automatic->size(), size);
+  EXPECT_TRUE(contains(automatic->describe(), size > 1 ? "mpi, rank" : "self, rank"));
+
+  const auto mpi = make_communicator({.transport = Transport::kMpi, .timeout_s = kTimeoutS});
+  EXPECT_TRUE(contains(mpi->describe(), "mpi, rank"));
+
+  MPI_Comm alone = MPI_COMM_SELF;
+  const auto self = make_communicator({.timeout_s = kTimeoutS, .mpi_comm = &alone, .world_size = 1});
+  EXPECT_EQ(self->describe(), "self, rank 0 of 1");
+}
+
+TEST(MakeCommunicator, RefusesAnotherWorldSizeWithBothNumbers) {
+  int size = 0;
+  MPI_Comm_size(MPI_COMM_WORLD, &size);
+  const std::string message = thrown_message<ConfigError>([&] {
+    make_communicator({.transport = Transport::kMpi, .timeout_s = kTimeoutS, .world_size = size + 1});
+  });
+  EXPECT_TRUE(contains(message, "parallel.world_size: " + std::to_string(size + 1) + " was asked for"));
+  EXPECT_TRUE(contains(message, "transport mpi has " + std::to_string(size)));
+}
+
+TEST(MpiAbort, DISABLED_EndsTheJob) {
+  const auto comm = world();
+  if (comm->rank() == 1) comm->abort("a test");
+  comm->barrier();
+}
+
+TEST(MpiLarge, DISABLED_CountsBeyondThirtyTwoBits) {
+  const auto comm = world(300);
+  const int size = comm->size();
+  {
+    constexpr std::int64_t kShard = (std::int64_t{12} << 30) / 10;
+    Buffer plane(kShard * size, Device{}, default_allocator(Device{}));
+    const auto byte = [](std::int64_t i, std::int64_t rank) {
+      return static_cast<std::uint8_t>((i * 131 + rank) % 251);
+    };
+    std::uint8_t* const own = plane.data() + comm->rank() * kShard;
+    for (std::int64_t i = 0; i < kShard; ++i) own[i] = byte(i, comm->rank());
+    comm->all_gather({plane.data(), DType::kUint8, kShard * size}, {own, DType::kUint8, kShard},
+                     Traffic::kPlanes)
+        .wait();
+    std::int64_t wrong = 0;
+    for (int rank = 0; rank < size; ++rank) {
+      for (std::int64_t i = 0; i < kShard; ++i) wrong += plane.data()[rank * kShard + i] != byte(i, rank);
+    }
+    EXPECT_EQ(wrong, 0);
+  }
+  constexpr std::int64_t kFloats = 600'000'000;
+  const std::int64_t shard = kFloats / size;
+  Buffer grads(shard * size * 4, Device{}, default_allocator(Device{}));
+  const std::span<float> all = grads.as<float>();
+  for (std::size_t i = 0; i < all.size(); ++i)
+    all[i] = static_cast<float>(i % 1000) + static_cast<float>(comm->rank());
+  const std::span<float> part =
+      all.subspan(static_cast<std::size_t>(comm->rank() * shard), static_cast<std::size_t>(shard));
+  comm->reduce_scatter(part, all, ReduceOp::kSum, Traffic::kGradient).wait();
+  std::int64_t wrong = 0;
+  for (std::int64_t i = 0; i < shard; ++i) {
+    const auto expected =
+        static_cast<float>((comm->rank() * shard + i) % 1000 * size + size * (size - 1) / 2);
+    wrong += part[static_cast<std::size_t>(i)] != expected;
+  }
+  EXPECT_EQ(wrong, 0);
+}
+
+/// Ranks but the first print their failures only.
+class FailurePrinter final : public ::testing::EmptyTestEventListener {
+ public:
+  explicit FailurePrinter(int rank) : rank_(rank) {}
+  void OnTestPartResult(const ::testing::TestPartResult& result) override {
+    if (!result.failed()) return;
+    const auto* test = ::testing::UnitTest::GetInstance()->current_test_info();
+    std::cerr << "rank " << rank_ << ": " << (test == nullptr ? "?" : test->name()) << ": "
+              << (result.file_name() == nullptr ? "?" : result.file_name()) << ":" << result.line_number()
+              << "\n"
+              << result.message() << "\n";
+  }
+
+ private:
+  int rank_;
+};
+
+}  // namespace
+}  // namespace mxopt
+
+int main(int argc, char** argv) {
+  // Before MPI is there, a communicator is refused.
+  bool refused = false;
+  try {
+    mxopt::MpiCommunicator::dup(MPI_COMM_WORLD, 1);
+  } catch (const mxopt::ContractError& error) {
+    refused = std::string(error.what()).find("MPI_Init_thread") != std::string::npos;
+  }
+
+  int provided = 0;
+  MPI_Init_thread(&argc, &argv, MPI_THREAD_FUNNELED, &provided);
+  ::testing::InitGoogleTest(&argc, argv);
+  int rank = 0;
+  MPI_Comm_rank(MPI_COMM_WORLD, &rank);
+  auto& listeners = ::testing::UnitTest::GetInstance()->listeners();
+  if (rank != 0) {
+    delete listeners.Release(listeners.default_result_printer());
+    listeners.Append(new mxopt::FailurePrinter(rank));
+  }
+  const int failed = RUN_ALL_TESTS();
+  MPI_Finalize();
+  if (!refused) std::cerr << "dup before MPI_Init was not refused\n";
+  return failed != 0 || !refused ? 1 : 0;
+}

@@ -1,0 +1,312 @@
+// The promises of the library that one process can keep or break: each is a test, with ranks as threads.
+#include <algorithm>
+#include <cmath>
+#include <limits>
+#include <map>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include <gtest/gtest.h>
+
+#include "support/faulty_communicator.h"
+#include "support/optimizer_fixture.h"
+
+#include "mxopt/collectives/traced_communicator.h"
+
+namespace mxopt {
+namespace {
+
+using test::Facts;
+using test::FaultyCommunicator;
+using test::invariance_scenarios;
+using test::ObservedCall;
+using test::run_ranks;
+using test::run_world;
+using test::same_facts;
+using test::Scenario;
+using test::spec;
+using test::StepContext;
+
+const int kWorldSizes[] = {1, 2, 3, 4, 7};
+
+TEST(Promises, EqualReducedGradientsGiveEqualBitsForEveryWorldSizeAndBucketLimit) {
+  for (const auto& [name, scenario] : invariance_scenarios()) {
+    const Facts expected = run_world(1, scenario);
+    for (const int size : kWorldSizes) {
+      for (const std::int64_t bucket_elems : {0, 128, 1000}) {  // unlimited, one param, some params
+        SCOPED_TRACE(std::string(name) + ", W " + std::to_string(size) + ", bucket limit " +
+                     std::to_string(bucket_elems));
+        Scenario other = scenario;
+        other.config.optimizer.bucket_elems = bucket_elems;
+        EXPECT_TRUE(same_facts(expected, run_world(size, other)));
+      }
+    }
+  }
+}
+
+TEST(Promises, EqualReducedGradientsGiveEqualBitsForEveryNumberOfThreads) {
+  for (const auto& [name, scenario] : invariance_scenarios()) {
+    const Facts expected = run_world(1, scenario);
+    for (const int threads : {2, 5}) {
+      for (const int size : {1, 3}) {
+        SCOPED_TRACE(std::string(name) + ", W " + std::to_string(size) + ", threads " + std::to_string(threads));
+        Scenario other = scenario;
+        other.threads = threads;
+        EXPECT_TRUE(same_facts(expected, run_world(size, other)));
+      }
+    }
+  }
+}
+
+TEST(Promises, QuantizedAndBf16GatherGiveTheSameBytes) {
+  for (const ScaleLayout scale_layout : {ScaleLayout::kCompact, ScaleLayout::kGemm}) {
+    Scenario scenario;
+    scenario.config.precision.scale_layout = scale_layout;
+    const Facts expected = run_world(1, scenario);
+    scenario.config.parallel.gather_format = GatherFormat::kBf16;
+    for (const int size : kWorldSizes) {
+      EXPECT_TRUE(same_facts(expected, run_world(size, scenario))) << "W " << size;
+    }
+  }
+}
+
+TEST(Promises, GatheredBytesAreASingleProcessQuantisationOfTheWholeMasters) {
+  for (const int size : kWorldSizes) {
+    for (const GatherFormat format : {GatherFormat::kQuantized, GatherFormat::kBf16}) {
+      for (const bool gemm : {false, true}) {
+        SCOPED_TRACE("W " + std::to_string(size) + (gemm ? ", gemm" : ", compact") +
+                     (format == GatherFormat::kBf16 ? ", bf16 gather" : ", quantized gather"));
+        Scenario scenario;
+        scenario.config.optimizer.bucket_elems = 20'000;
+        scenario.config.precision.scale_layout = gemm ? ScaleLayout::kGemm : ScaleLayout::kCompact;
+        scenario.config.parallel.gather_format = format;
+        scenario.steps = 6;
+        run_world(size, scenario, [&](const StepContext& now) {
+          if (now.step == 0 || now.step == 5) test::expect_oracle_bytes(now.opt, now.side, gemm);
+        });
+      }
+    }
+  }
+}
+
+/// Many params of one format, or all families.
+std::vector<ParamSpec> some_params(int count, std::optional<ParamFormat> format) {
+  std::vector<ParamSpec> specs;
+  for (int i = 0; i < count; ++i) {
+    const ParamFormat formats[] = {ParamFormat::kMxfp8, ParamFormat::kBf16, ParamFormat::kFp32};
+    specs.push_back(spec("p" + std::to_string(i), {32, 32}, format.value_or(formats[i % 3]),
+                         i % 2 == 0 ? Storage::kBoth : Storage::kRow));
+  }
+  return specs;
+}
+
+TEST(Promises, OnePackedMaxPerStepAndNoHighPrecisionBytes) {
+  for (const int size : {1, 3}) {
+    for (const int count : {1, 100}) {
+      for (const std::optional<ParamFormat> format :
+           {std::optional<ParamFormat>(), std::optional(ParamFormat::kMxfp8), std::optional(ParamFormat::kBf16),
+            std::optional(ParamFormat::kFp32)}) {
+        Scenario scenario;
+        scenario.specs = some_params(count, format);
+        scenario.config.optimizer.groups.clear();
+        scenario.config.optimizer.bucket_elems = 5000;
+        run_ranks(size, [&](Communicator& comm) {
+          TracedCommunicator traced(comm);
+          DistributedAdam opt(scenario.specs, scenario.config, traced);
+          test::set_all_initial(opt, scenario.specs);
+          opt.publish();
+          std::int64_t plane_bytes = 0, plain_bytes = 0;
+          for (const Bucket& bucket : opt.layout().buckets()) {
+            if (bucket.family.format == ParamFormat::kMxfp8) {
+              plane_bytes += bucket.elems * (bucket.family.has_column() ? 2 : 1);
+            } else {
+              plain_bytes += bucket.elems * (bucket.family.format == ParamFormat::kBf16 ? 2 : 4);
+            }
+          }
+          for (int step = 0; step < 3; ++step) {
+            test::feed(opt, scenario, step, comm.rank(), size);
+            traced.reset();
+            const StepReport report = opt.step();
+            EXPECT_EQ(traced.counts(Traffic::kScales).operations, 1);
+            EXPECT_EQ(traced.counts(Traffic::kScales, "all_reduce").operations, 1);
+            EXPECT_GE(traced.counts(Traffic::kScales).bytes, 1);
+            EXPECT_EQ(traced.counts(Traffic::kStatistics).operations, 1);
+            EXPECT_EQ(traced.counts(Traffic::kHighPrecision).operations, 0);
+            EXPECT_EQ(traced.counts(Traffic::kHighPrecision).bytes, 0);
+            EXPECT_EQ(traced.counts(Traffic::kControl).operations, 0);
+            EXPECT_EQ(traced.counts(Traffic::kPlanes).bytes, plane_bytes);
+            EXPECT_EQ(traced.counts(Traffic::kPlain).bytes, plain_bytes);
+          }
+        });
+      }
+    }
+  }
+}
+
+TEST(Promises, TheBf16GatherIsCountedAsHighPrecision) {
+  SelfCommunicator self;
+  TracedCommunicator traced(self);
+  Scenario scenario;
+  scenario.config.parallel.gather_format = GatherFormat::kBf16;
+  DistributedAdam opt(scenario.specs, scenario.config, traced);
+  test::set_all_initial(opt, scenario.specs);
+  opt.publish();
+  traced.reset();
+  opt.step();
+  EXPECT_GT(traced.counts(Traffic::kHighPrecision).bytes, 0);
+  EXPECT_EQ(traced.counts(Traffic::kPlanes).operations, 0);
+  EXPECT_EQ(traced.counts(Traffic::kScales).operations, 1);
+}
+
+/// Every pointer that the optimizer has given out.
+std::vector<const void*> all_pointers(DistributedAdam& opt) {
+  std::vector<const void*> pointers = {opt.loss_scale().data()};
+  for (const ParamLayout& param : opt.layout().params()) {
+    const ParamView view = opt.param(param.name);
+    pointers.insert(pointers.end(), {view.planes.row_data, view.planes.row_scales, view.planes.column_data,
+                                     view.planes.column_scales, view.values.data});
+    if (!param.family.frozen) pointers.push_back(opt.grad(param.name).data.data);
+    const OwnedSlice slice = opt.owned(param.name);
+    pointers.insert(pointers.end(), {slice.master.data(), slice.exp_avg.data(), slice.exp_avg_sq.data()});
+  }
+  return pointers;
+}
+
+TEST(Promises, PointersNeverMove) {
+  for (const auto& [name, scenario] : invariance_scenarios()) {
+    SCOPED_TRACE(name);
+    std::vector<std::vector<const void*>> first(3);
+    run_world(3, scenario, [&](const StepContext& now) {
+      std::vector<const void*>& before = first[static_cast<std::size_t>(now.side.rank())];
+      if (before.empty()) before = all_pointers(now.opt);
+      EXPECT_EQ(all_pointers(now.opt), before) << "step " << now.step;
+    });
+  }
+}
+
+TEST(Promises, AllRanksTakeAStepOrAllSkipIt) {
+  const float bad_values[] = {std::numeric_limits<float>::quiet_NaN(), std::numeric_limits<float>::infinity(),
+                              -std::numeric_limits<float>::infinity()};
+  for (const int size : kWorldSizes) {
+    for (const DType dtype : {DType::kFp32, DType::kBf16}) {
+      for (const GatherFormat format : {GatherFormat::kQuantized, GatherFormat::kBf16}) {
+        run_ranks(size, [&](Communicator& comm) {
+          Scenario scenario;
+          scenario.config.optimizer.grad_dtype = dtype;
+          scenario.config.parallel.gather_format = format;
+          scenario.with_skips = false;
+          const auto side = comm.split(0, comm.rank());
+          DistributedAdam opt(scenario.specs, scenario.config, comm);
+          test::set_all_initial(opt, scenario.specs);
+          opt.publish();
+          test::feed(opt, scenario, 0, comm.rank(), size);
+          opt.step();
+          const char* const names[] = {"mlp.odd", "head.weight", "norm.1"};
+          const char* const reported[] = {"mlp.odd", "embed.weight", "norm.1"};
+          for (int bad_rank = 0; bad_rank < size; ++bad_rank) {
+            for (int kind = 0; kind < 3; ++kind) {
+              test::feed(opt, scenario, 1, comm.rank(), size);
+              const StepReport good = opt.step();
+              ASSERT_TRUE(good->taken);
+              const Facts after_good = test::state_facts(opt, *side, "");
+              if (comm.rank() == bad_rank) {
+                const float bad[] = {bad_values[kind]};
+                const TypedSpan grad = opt.grad(names[kind]).data;
+                test::write_values(grad.sub(grad.elems / 2, 1), bad);
+                opt.grad_ready(names[kind]);
+              }
+              const StepReport report = opt.step();
+              EXPECT_FALSE(report->taken);
+              EXPECT_EQ(report->skip_reason, SkipReason::kNonFiniteGradient);
+              EXPECT_EQ(report->nonfinite_gradient_params, std::vector<std::string>({reported[kind]}));
+              EXPECT_TRUE(std::isnan(report->grad_norm));
+              EXPECT_EQ(report->step, good->step);
+              EXPECT_TRUE(same_facts(after_good, test::state_facts(opt, *side, "")));
+            }
+          }
+        });
+      }
+    }
+  }
+}
+
+TEST(Promises, BytesOutsideTheOwnedRangeAreWrittenOnlyByTheGather) {
+  for (const int size : kWorldSizes) {
+    run_ranks(size, [&](Communicator& comm) {
+      struct Whole {
+        std::int64_t bytes = 0;
+        int gathers = 0;
+      };
+      std::map<std::uint8_t*, Whole> wholes;
+      bool checking = false;
+      constexpr std::uint8_t kUnwritten = 0xEE;
+      const auto outside = [&](std::uint8_t* data, std::int64_t bytes, const auto& visit) {
+        const std::int64_t shard = bytes / comm.size();
+        for (std::int64_t i = 0; i < bytes; ++i) {
+          if (i / std::max<std::int64_t>(shard, 1) != comm.rank()) visit(data[i]);
+        }
+      };
+      FaultyCommunicator observed(comm, {}, [&](const ObservedCall& call) {
+        if (call.operation != "all_gather" || call.traffic == Traffic::kControl) return;
+        Whole& whole = wholes[call.whole.byte_data()];
+        whole.bytes = call.whole.bytes();
+        ++whole.gathers;
+        if (!checking) return;
+        std::int64_t written = 0;
+        outside(call.whole.byte_data(), whole.bytes,
+                [&](std::uint8_t byte) { written += byte == kUnwritten ? 0 : 1; });
+        EXPECT_EQ(written, 0) << "rank " << comm.rank() << " of " << comm.size();
+      });
+      Scenario scenario;
+      scenario.with_skips = false;
+      scenario.config.optimizer.bucket_elems = 10'000;
+      const auto side = comm.split(0, comm.rank());
+      DistributedAdam opt(scenario.specs, scenario.config, observed);
+      test::set_all_initial(opt, scenario.specs);
+      opt.publish();
+      for (int step = 0; step < 2; ++step) {
+        test::feed(opt, scenario, step, comm.rank(), size);
+        test::state_facts(opt, *side, "");  // joins every gather
+        for (auto& [data, whole] : wholes) {
+          whole.gathers = 0;
+          outside(data, whole.bytes, [&](std::uint8_t& byte) { byte = kUnwritten; });
+        }
+        checking = true;
+        opt.step();
+        checking = false;
+        int gathered = 0;
+        for (const auto& [data, whole] : wholes) gathered += whole.gathers;
+        EXPECT_GT(gathered, 0);
+        test::state_facts(opt, *side, "");  // and now all ranks hold the same bytes
+      }
+    });
+  }
+}
+
+/// Launches of one step.
+int launches(int size, const std::vector<ParamSpec>& specs, const Config& config) {
+  int result = 0;
+  run_ranks(size, [&](Communicator& comm) {
+    DistributedAdam opt(specs, config, comm);
+    test::set_all_initial(opt, specs);
+    opt.publish();
+    const StepReport report = opt.step();
+    EXPECT_TRUE(report->taken);
+    if (comm.rank() == 0) result = report->launches;
+  });
+  return result;
+}
+
+TEST(Promises, LaunchesDoNotGrowWithTheNumberOfParams) {
+  for (const int size : {1, 3}) {
+    Config config;
+    config.optimizer.bucket_elems = 10'000;
+    const int few = launches(size, some_params(28, {}), config);
+    EXPECT_GT(few, 0);
+    EXPECT_EQ(launches(size, some_params(2800, {}), config), few) << "W " << size;
+  }
+}
+
+}  // namespace
+}  // namespace mxopt

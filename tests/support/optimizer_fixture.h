@@ -1,0 +1,510 @@
+// An optimizer on W ranks that is fed equal reduced gradients, and a digest of everything it holds.
+//
+// A scenario is a list of params, a configuration and a course of steps. Whatever W, bucket limit, number of
+// threads or transport it is run with, its facts must be the same.
+#pragma once
+
+#include <algorithm>
+#include <bit>
+#include <cmath>
+#include <cstdint>
+#include <functional>
+#include <limits>
+#include <memory>
+#include <iterator>
+#include <numeric>
+#include <optional>
+#include <span>
+#include <stdexcept>
+#include <string>
+#include <string_view>
+#include <utility>
+#include <vector>
+
+#include <gtest/gtest.h>
+#if defined(_OPENMP)
+#include <omp.h>
+#endif
+
+#include "support/compare.h"
+#include "support/exact_inputs.h"
+#include "support/reference_mxfp8.h"
+#include "support/run_ranks.h"
+
+#include "mxopt/collectives/communicator.h"
+#include "mxopt/collectives/self_communicator.h"
+#include "mxopt/optimizer/distributed_adam.h"
+#include "mxopt/params/bf16.h"
+
+namespace mxopt::test {
+
+/// Threads that the host kernels of the calling thread use from now on.
+inline void set_kernel_threads([[maybe_unused]] int threads) {
+#if defined(_OPENMP)
+  omp_set_num_threads(threads);
+#endif
+}
+
+// ---------------------------------------------------------------------------------------------------------
+// Values
+// ---------------------------------------------------------------------------------------------------------
+
+/// FNV-1a of bytes, continued from `seed`.
+inline std::uint64_t digest_bytes(const void* data, std::size_t bytes, std::uint64_t seed = 14695981039346656037u) {
+  const auto* at = static_cast<const unsigned char*>(data);
+  for (std::size_t i = 0; i < bytes; ++i) seed = (seed ^ at[i]) * 1099511628211u;
+  return seed;
+}
+
+inline std::uint64_t name_seed(std::string_view name) {
+  return digest_bytes(name.data(), name.size());
+}
+
+/// Full 24-bit mantissas, magnitudes from 2^-14 to 2, some zeros of both signs.
+inline std::vector<float> initial_values(std::string_view name, std::int64_t elems) {
+  std::vector<float> values;
+  for (std::int64_t i = 0; i < elems; ++i) {
+    const std::uint64_t bits = mix(name_seed(name), 0, i);
+    const auto mantissa = static_cast<float>(static_cast<std::int64_t>(bits >> 39) - (std::int64_t{1} << 24));
+    const int exponent = static_cast<int>(bits % 14);
+    const float value = std::ldexp(mantissa, -24 - exponent);
+    values.push_back(bits % 61 == 0 ? std::copysign(0.0f, value) : value);
+  }
+  return values;
+}
+
+/// Gradients with 7 significant bits: sums of up to 16 equal ones, and halves, are exact in fp32 and bf16.
+inline std::vector<float> grad_values(std::string_view name, std::int64_t elems, int step) {
+  std::vector<float> values;
+  for (std::int64_t i = 0; i < elems; ++i) {
+    const std::uint64_t bits = mix(name_seed(name) + 7, step, i);
+    const auto small = static_cast<float>(static_cast<int>(bits % 255) - 127);
+    values.push_back(std::ldexp(small, -10 - step % 6));
+  }
+  return values;
+}
+
+inline void write_values(TypedSpan to, std::span<const float> values, float factor = 1) {
+  for (std::size_t i = 0; i < values.size(); ++i) {
+    if (to.dtype == DType::kFp32) {
+      to.as<float>()[i] = values[i] * factor;
+    } else {
+      to.as<Bf16>()[i] = fp32_to_bf16(values[i] * factor);
+    }
+  }
+}
+
+inline void add_values(TypedSpan to, std::span<const float> values, float factor) {
+  for (std::size_t i = 0; i < values.size(); ++i) {
+    if (to.dtype == DType::kFp32) {
+      to.as<float>()[i] += values[i] * factor;
+    } else {
+      Bf16& at = to.as<Bf16>()[i];
+      at = fp32_to_bf16(bf16_to_fp32(at) + values[i] * factor);
+    }
+  }
+}
+
+inline std::vector<float> read_values(ConstTypedSpan from) {
+  std::vector<float> values;
+  for (std::int64_t i = 0; i < from.elems; ++i) {
+    const auto at = static_cast<std::size_t>(i);
+    values.push_back(from.dtype == DType::kFp32 ? from.as<float>()[at] : bf16_to_fp32(from.as<Bf16>()[at]));
+  }
+  return values;
+}
+
+// ---------------------------------------------------------------------------------------------------------
+// Param lists
+// ---------------------------------------------------------------------------------------------------------
+
+inline ParamSpec spec(std::string name, std::vector<std::int64_t> shape, std::optional<ParamFormat> format = {},
+                      std::optional<Storage> storage = {}) {
+  ParamSpec result;
+  result.name = std::move(name);
+  result.shape = std::move(shape);
+  result.format = format;
+  result.storage = storage;
+  return result;
+}
+
+/// All families, odd sizes, fallbacks, ties, frozen and empty params, matrices wider than a shard.
+inline std::vector<ParamSpec> mixed_specs() {
+  std::vector<ParamSpec> specs = {
+      spec("embed.weight", {96, 64}, ParamFormat::kMxfp8, Storage::kBoth),
+      spec("norm.0", {33}, ParamFormat::kFp32),
+      spec("attn.qkv", {64, 96}, ParamFormat::kMxfp8, Storage::kBoth),
+      spec("attn.bias", {5}),
+      spec("attn.out", {32, 64}, ParamFormat::kMxfp8, Storage::kRow),
+      spec("frozen.table", {64, 64}, ParamFormat::kMxfp8, Storage::kBoth),
+      spec("frozen.bias", {40}, ParamFormat::kBf16),
+      spec("mlp.up", {3, 32, 160}, ParamFormat::kMxfp8, Storage::kRow),
+      spec("mlp.odd", {33, 32}),
+      spec("empty", {0, 64}, ParamFormat::kMxfp8, Storage::kBoth),
+      spec("mlp.down", {160, 96}, ParamFormat::kMxfp8, Storage::kBoth),
+      spec("norm.1", {1}, ParamFormat::kFp32),
+      spec("stack", {32, 352}, ParamFormat::kMxfp8, Storage::kBoth),
+      spec("norm.2", {130}, ParamFormat::kBf16),
+      spec("head.weight", {96, 64}, ParamFormat::kMxfp8, Storage::kBoth),
+  };
+  for (ParamSpec& s : specs) {
+    s.frozen = s.name.starts_with("frozen");
+    if (s.name == "norm.1" || s.name == "attn.out") s.grad_mode = GradMode::kOverwrite;
+    if (s.name == "head.weight") s.tied_to = "embed.weight";
+  }
+  return specs;
+}
+
+/// Two groups beside the default one, dynamic loss scale, clipping that is active in some steps only.
+inline Config mixed_config() {
+  Config config;
+  config.optimizer.lr = 3e-3;
+  config.optimizer.clip_grad = 4.0;
+  config.optimizer.loss_scale = {LossScaleKind::kDynamic, 4096, 1, 5, 2};
+  config.optimizer.groups = {{"norm.*", "norms", 2.0, 0.0}, {"mlp.*", "mlp", 0.5, 3.0}};
+  config.schedule.warmup_steps = 3;
+  config.schedule.kind = ScheduleKind::kCosine;
+  config.schedule.decay_steps = 16;
+  config.schedule.min_lr = 1e-4;
+  return config;
+}
+
+// ---------------------------------------------------------------------------------------------------------
+// Facts: what must not depend on how a scenario is run
+// ---------------------------------------------------------------------------------------------------------
+
+struct Fact {
+  std::string label;
+  std::uint64_t bits = 0;
+  friend bool operator==(const Fact&, const Fact&) = default;
+};
+using Facts = std::vector<Fact>;
+
+inline ::testing::AssertionResult same_facts(const Facts& expected, const Facts& actual) {
+  for (std::size_t i = 0; i < std::max(expected.size(), actual.size()); ++i) {
+    if (i >= expected.size() || i >= actual.size()) {
+      return ::testing::AssertionFailure() << expected.size() << " facts against " << actual.size();
+    }
+    if (expected[i] == actual[i]) continue;
+    return ::testing::AssertionFailure() << "first difference: expected '" << expected[i].label << "' "
+                                         << expected[i].bits << ", got '" << actual[i].label << "' "
+                                         << actual[i].bits;
+  }
+  return ::testing::AssertionSuccess();
+}
+
+/// Whole state of one param on every rank, put together from the ranks' slices. Collective.
+inline std::vector<float> whole_state(Communicator& comm, std::int64_t elems, std::int64_t begin,
+                                      std::span<const float> slice) {
+  std::vector<std::int64_t> bits(static_cast<std::size_t>(elems), 0);
+  for (std::size_t i = 0; i < slice.size(); ++i) {
+    bits[static_cast<std::size_t>(begin) + i] = std::bit_cast<std::uint32_t>(slice[i]);
+  }
+  comm.all_reduce(std::span(bits), ReduceOp::kSum, Traffic::kControl).wait();
+  std::vector<float> whole;
+  for (const std::int64_t b : bits) whole.push_back(std::bit_cast<float>(static_cast<std::uint32_t>(b)));
+  return whole;
+}
+
+/// Digests of the masters and moments, which ranks own in parts, and of the planes, scales and values, which
+/// every rank must hold alike: a difference between ranks throws. Collective on `side`.
+inline Facts state_facts(DistributedAdam& opt, Communicator& side, const std::string& when) {
+  std::vector<std::string> owned_labels, held_labels;
+  std::vector<std::int64_t> owned_sums, held;
+  for (const ParamLayout& param : opt.layout().params()) {
+    if (param.tied_to >= 0) continue;
+    const OwnedSlice slice = opt.owned(param.name);
+    const auto add_owned = [&](const char* what, std::span<const float> values) {
+      std::uint64_t sum = 0;
+      for (std::size_t i = 0; i < values.size(); ++i) {
+        sum += mix(std::bit_cast<std::uint32_t>(values[i]), 3,
+                   slice.param_begin + static_cast<std::int64_t>(i));
+      }
+      owned_labels.push_back(when + param.name + what);
+      owned_sums.push_back(static_cast<std::int64_t>(sum));
+    };
+    add_owned(" master", slice.master);
+    add_owned(" exp_avg", slice.exp_avg);
+    add_owned(" exp_avg_sq", slice.exp_avg_sq);
+    const auto add_held = [&](const char* what, const void* data, std::int64_t bytes) {
+      held_labels.push_back(when + param.name + what);
+      held.push_back(static_cast<std::int64_t>(digest_bytes(data, static_cast<std::size_t>(bytes))));
+    };
+    ParamView view = opt.wait_param(param.name);
+    if (param.family.format != ParamFormat::kMxfp8) {
+      add_held(" values", view.values.data, view.values.bytes());
+      continue;
+    }
+    const MxView& planes = view.planes;
+    add_held(" row data", planes.row_data, planes.elems());
+    add_held(" row scales", planes.row_scales, param.row_scales_bytes);
+    if (!param.family.has_column()) continue;
+    opt.wait_param(param.name, Plane::kColumn);
+    add_held(" column data", planes.column_data, planes.elems());
+    add_held(" column scales", planes.column_scales, param.column_scales_bytes);
+  }
+  side.all_reduce(std::span(owned_sums), ReduceOp::kSum, Traffic::kControl).wait();
+  std::vector<std::int64_t> of_all(held.size() * static_cast<std::size_t>(side.size()));
+  side.all_gather(std::span(of_all), std::span<const std::int64_t>(held), Traffic::kControl).wait();
+  for (std::size_t i = 0; i < of_all.size(); ++i) {
+    if (of_all[i] == held[i % held.size()]) continue;
+    throw std::runtime_error(held_labels[i % held.size()] + " differs between ranks " +
+                             std::to_string(side.rank()) + " and " + std::to_string(i / held.size()));
+  }
+  Facts facts;
+  for (std::size_t i = 0; i < owned_sums.size(); ++i) {
+    facts.push_back({owned_labels[i], static_cast<std::uint64_t>(owned_sums[i])});
+  }
+  for (std::size_t i = 0; i < held.size(); ++i) {
+    facts.push_back({held_labels[i], static_cast<std::uint64_t>(held[i])});
+  }
+  return facts;
+}
+
+inline void add_record_facts(Facts& facts, const StepRecord& record, const std::string& when) {
+  const auto number = [&](const char* what, double value) {
+    facts.push_back({when + what, std::bit_cast<std::uint64_t>(std::isnan(value) ? 1e300 : value)});
+  };
+  const auto count = [&](const char* what, std::int64_t value) {
+    facts.push_back({when + what, static_cast<std::uint64_t>(value)});
+  };
+  const auto names = [&](const char* what, const std::vector<std::string>& list) {
+    std::string text;
+    for (const std::string& name : list) text += name + '\n';
+    facts.push_back({when + what, name_seed(text)});
+  };
+  count("taken", record.taken ? 1 : 0);
+  count("skip_reason", static_cast<int>(record.skip_reason));
+  count("step", record.step);
+  count("calls", record.calls);
+  count("consecutive_skips", record.consecutive_skips);
+  count("skipped_total", record.skipped_total);
+  number("grad_norm", record.grad_norm);
+  number("clip_factor", static_cast<double>(record.clip_factor));
+  number("loss_scale", record.loss_scale);
+  number("next_loss_scale", record.next_loss_scale);
+  number("lr", record.lr);
+  names("nonfinite_gradient_params", record.nonfinite_gradient_params);
+  names("nonfinite_master_params", record.nonfinite_master_params);
+}
+
+// ---------------------------------------------------------------------------------------------------------
+// Scenarios
+// ---------------------------------------------------------------------------------------------------------
+
+struct Scenario {
+  std::vector<ParamSpec> specs = mixed_specs();
+  Config config = mixed_config();
+  int steps = 20;
+  int threads = 1;
+  bool with_skips = true;
+  bool with_changes = true;         // hyper-parameters and masters are changed between steps
+  bool nan_padding = false;         // NaN in all gradient padding before every step
+  std::vector<int> digest_after = {-1, 5, 10, 19};  // steps; -1: the first publish
+};
+
+inline void set_all_initial(DistributedAdam& opt, std::span<const ParamSpec> specs, int rank = 0) {
+  for (const ParamSpec& s : specs) {
+    if (!s.tied_to.empty()) continue;
+    const std::int64_t elems = opt.layout().param(opt.layout().find(s.name)).elems();
+    const std::vector<float> values = initial_values(s.name, elems);
+    const ConstTypedSpan whole{std::span<const float>(values)};
+    if (rank % 2 == 0) {
+      opt.set_initial(s.name, whole);
+    } else {  // overlapping slices, out of order
+      const std::int64_t third = elems / 3;
+      opt.set_initial(s.name, third, whole.sub(third, elems - third));
+      opt.set_initial(s.name, 0, whole.sub(0, std::min(elems, third + 1)));
+    }
+  }
+}
+
+/// Whether the scenario gives `name` a gradient in this step; the same on all ranks.
+inline bool is_fed(const ParamSpec& s, int step) {
+  if (s.frozen) return false;
+  return s.name != "norm.1" && s.name != "attn.out" && s.name != "mlp.odd" ? true : step % 4 != 3;
+}
+
+/// The gradient of a step before clipping, as it is after the reduction and without the loss scale.
+inline std::vector<float> reduced_grad(const ParamSpec& s, std::int64_t elems, int step) {
+  if (!is_fed(s, step)) return std::vector<float>(static_cast<std::size_t>(elems), 0.0f);
+  return grad_values(s.name, elems, step);
+}
+
+/// Fills the padding of all gradient buckets through the views next to it. Padding has no view of its own.
+inline void fill_grad_padding(DistributedAdam& opt, float value) {
+  for (const Bucket& bucket : opt.layout().buckets()) {
+    if (bucket.family.frozen || bucket.params.empty()) continue;
+    const ParamLayout& first = opt.layout().param(bucket.params.front());
+    const TypedSpan start = opt.grad(first.name).data;
+    std::vector<char> used(static_cast<std::size_t>(bucket.elems), 0);
+    for (const int member : bucket.params) {
+      const ParamLayout& param = opt.layout().param(member);
+      std::fill_n(used.begin() + param.bucket_begin, param.elems(), char{1});
+    }
+    const TypedSpan whole(start.byte_data() - first.bucket_begin * dtype_bytes(start.dtype), start.dtype,
+                          bucket.elems);
+    const float values[] = {value};
+    for (std::int64_t i = 0; i < bucket.elems; ++i) {
+      if (used[static_cast<std::size_t>(i)] == 0) write_values(whole.sub(i, 1), values);
+    }
+  }
+}
+
+/// One step's backward pass: one or two micro-batches, every rank in another order, with the loss scale.
+inline void feed(DistributedAdam& opt, const Scenario& scenario, int step, int rank, int size) {
+  const int micro_batches = step % 3 == 1 ? 2 : 1;
+  const float scale = opt.loss_scale()[0];
+  for (int micro = 0; micro < micro_batches; ++micro) {
+    const bool last = micro == micro_batches - 1;
+    opt.begin_backward(last);
+    if (scenario.nan_padding) fill_grad_padding(opt, std::numeric_limits<float>::quiet_NaN());
+    std::vector<std::size_t> order(scenario.specs.size());
+    std::iota(order.rbegin(), order.rend(), std::size_t{0});
+    if (!order.empty()) {
+      std::ranges::rotate(order, order.begin() + (5 * rank) % static_cast<int>(order.size()));
+    }
+    if (rank % 3 == 2) std::ranges::reverse(order);
+    for (const std::size_t at : order) {
+      const ParamSpec& s = scenario.specs[at];
+      if (!is_fed(s, step)) continue;
+      const GradView grad = opt.grad(s.name);
+      const bool is_shared = s.name == "head.weight" || s.name == "embed.weight";
+      const std::vector<float> values = grad_values(is_shared ? "embed.weight" : s.name, grad.data.elems, step);
+      if (grad.mode == GradMode::kOverwrite) {
+        if (last) write_values(grad.data, values, scale);
+      } else {
+        add_values(grad.data, values, scale / static_cast<float>(micro_batches * (is_shared ? 2 : 1)));
+      }
+      if (last && scenario.with_skips && s.name == "stack" && rank == step % size && (step == 4 || step == 5)) {
+        const float bad[] = {step == 4 ? std::numeric_limits<float>::quiet_NaN()
+                                       : -std::numeric_limits<float>::infinity()};
+        write_values(grad.data.sub(grad.data.elems - 1, 1), bad);
+      }
+      if (last && scenario.with_skips && s.name == "norm.0" && step == 12) {
+        const float bad[] = {std::numeric_limits<float>::infinity()};
+        write_values(grad.data.sub(0, 1), bad);
+      }
+      opt.grad_ready(s.name);
+    }
+  }
+}
+
+inline void change_between_steps(DistributedAdam& opt, int step) {
+  if (step == 8) {
+    opt.set_lr("mlp", 2e-3);
+    opt.set_weight_decay("*", 0.05);
+    opt.set_betas(0.8, 0.98);
+  }
+  if (step == 10) {
+    for (const ParamLayout& param : opt.layout().params()) {
+      if (param.tied_to >= 0) continue;
+      for (float& value : opt.owned(param.name).master) value *= 0.75f;
+    }
+    opt.publish();
+  }
+  if (step == 15) opt.set_lr("*", 1e-3);
+}
+
+/// What is known after a step of a scenario. `side` is for messages of the test.
+struct StepContext {
+  DistributedAdam& opt;
+  Communicator& side;
+  int step = 0;
+  const StepRecord& record;
+};
+
+/// Runs the scenario on one rank. `after_step` is called after every step.
+inline Facts run_scenario(Communicator& comm, const Scenario& scenario,
+                          const std::function<void(const StepContext&)>& after_step = {}) {
+  set_kernel_threads(scenario.threads);
+  const std::unique_ptr<Communicator> side = comm.split(0, comm.rank());
+  DistributedAdam opt(scenario.specs, scenario.config, comm);
+  set_all_initial(opt, scenario.specs, comm.rank());
+  opt.publish();
+  Facts facts;
+  const auto digest = [&](int step) {
+    if (std::ranges::find(scenario.digest_after, step) == scenario.digest_after.end()) return;
+    std::ranges::move(state_facts(opt, *side, "after step " + std::to_string(step) + ": "),
+                      std::back_inserter(facts));
+  };
+  digest(-1);
+  for (int step = 0; step < scenario.steps; ++step) {
+    if (scenario.with_changes) change_between_steps(opt, step);
+    feed(opt, scenario, step, comm.rank(), comm.size());
+    const StepReport report = opt.step();
+    add_record_facts(facts, *report, "step " + std::to_string(step) + ": ");
+    if (after_step) after_step({opt, *side, step, *report});
+    digest(step);
+  }
+  return facts;
+}
+
+/// The facts of rank 0 of W ranks in threads; throws when another rank has others.
+inline Facts run_world(int size, const Scenario& scenario,
+                       const std::function<void(const StepContext&)>& after_step = {}) {
+  std::vector<Facts> facts(static_cast<std::size_t>(size));
+  run_ranks(size, [&](Communicator& comm) {
+    facts[static_cast<std::size_t>(comm.rank())] = run_scenario(comm, scenario, after_step);
+  });
+  for (const Facts& other : facts) {
+    const ::testing::AssertionResult same = same_facts(facts[0], other);
+    if (!same) throw std::runtime_error(std::string("ranks disagree: ") + same.message());
+  }
+  return facts[0];
+}
+
+struct NamedScenario {
+  const char* name;
+  Scenario scenario;
+};
+
+/// The scenarios whose facts must not depend on world size, bucket limit, threads or transport.
+inline std::vector<NamedScenario> invariance_scenarios() {
+  std::vector<NamedScenario> all;
+  all.push_back({"AdamW, fp32 gradients, compact scales", {}});
+  Scenario l2;
+  l2.config.optimizer.kind = AdamKind::kAdam;
+  l2.config.optimizer.grad_dtype = DType::kBf16;
+  l2.config.precision.scale_layout = ScaleLayout::kGemm;
+  all.push_back({"L2 Adam, bf16 gradients, gemm scales", l2});
+  Scenario staged;
+  staged.config.optimizer.grad_dtype = DType::kBf16;
+  staged.config.parallel.gather_format = GatherFormat::kBf16;
+  all.push_back({"AdamW, bf16 gradients, bf16 gather", staged});
+  return all;
+}
+
+/// Compares every plane, scale array (padding included) and plain value that this rank holds with a
+/// quantisation of the whole masters in one process. Collective on `side`; call it on every rank.
+inline void expect_oracle_bytes(DistributedAdam& opt, Communicator& side, bool gemm) {
+  for (const ParamLayout& param : opt.layout().params()) {
+    if (param.tied_to >= 0) continue;
+    SCOPED_TRACE(param.name);
+    const OwnedSlice slice = opt.owned(param.name);
+    const std::vector<float> master = whole_state(side, param.elems(), slice.param_begin, slice.master);
+    const ParamView view = opt.wait_param(param.name);
+    if (side.rank() != side.size() - 1) continue;  // planes are compared between ranks elsewhere
+    if (param.family.format == ParamFormat::kFp32) {
+      EXPECT_TRUE(bits_equal(master, view.values.as<float>()));
+    } else if (param.family.format == ParamFormat::kBf16) {
+      std::vector<float> rounded;
+      for (const float value : master) rounded.push_back(reference::bf16(value));
+      EXPECT_TRUE(bits_equal(rounded, read_values(view.values)));
+    } else {
+      const reference::Mxfp8 expected = reference::quantize(master, param.rows, param.cols, gemm);
+      const auto bytes = [](const std::uint8_t* data, std::size_t size) { return std::span(data, size); };
+      EXPECT_TRUE(bits_equal(expected.row_data, bytes(view.planes.row_data, expected.row_data.size())));
+      EXPECT_TRUE(bits_equal(expected.row_scales, bytes(view.planes.row_scales, expected.row_scales.size())));
+      EXPECT_EQ(param.row_scales_bytes, static_cast<std::int64_t>(expected.row_scales.size()));
+      EXPECT_EQ(view.planes.column_data != nullptr && param.elems() > 0,
+                param.family.has_column() && param.elems() > 0);
+      if (!param.family.has_column()) continue;
+      const MxView planes = opt.wait_param(param.name, Plane::kColumn).planes;
+      EXPECT_TRUE(bits_equal(expected.column_data, bytes(planes.column_data, expected.column_data.size())));
+      EXPECT_TRUE(bits_equal(expected.column_scales, bytes(planes.column_scales, expected.column_scales.size())));
+    }
+  }
+}
+
+}  // namespace mxopt::test
