@@ -1,9 +1,10 @@
 // The one interface through which ranks exchange bytes.
 //
-// A communicator belongs to one thread of one rank. Every rank of the group calls the same operations with the same
-// sizes, types and tags in the same order. Calls enqueue and return; the returned Work says when a call is complete,
-// and until then the caller must not touch the buffers. An operation of zero elements is still a call of the group.
-// Every wait has the deadline the communicator was made with; a late, dead or desynchronised peer is a PeerError.
+// A communicator belongs to one thread of one rank. Every rank of the group calls the same operations with
+// the same sizes, types and tags in the same order. Calls enqueue and return; the returned Work says when a
+// call is complete, and until then the caller must not touch the buffers. An operation of zero elements is
+// still a call of the group. Every wait has the deadline the communicator was made with; a late, dead or
+// desynchronised peer is a PeerError.
 #pragma once
 
 #include <cstdint>
@@ -18,8 +19,8 @@
 namespace mxopt {
 
 /// kSum and kAvg take fp32, bf16 and (kSum only) int64; kMax takes uint8.
-/// Sums of fp32 and bf16 in reduce_scatter are taken in fp32, in rank order, and rounded once at the end; kAvg divides
-/// that sum by size() before the rounding. So every host transport gives the same bits.
+/// Sums of fp32 and bf16 in reduce_scatter are taken in fp32, in rank order, and rounded once at the end;
+/// kAvg divides that sum by size() before the rounding. So every host transport gives the same bits.
 enum class ReduceOp { kSum, kAvg, kMax };
 
 /// What a call's bytes are, for accounting.
@@ -75,7 +76,8 @@ struct Health {
   std::int64_t outstanding = 0;  // of these, not yet complete
 };
 
-/// The interface. Arguments are checked once, here, before a transport sees them; bad ones are a ContractError.
+/// The interface. Arguments are checked once, here, before a transport sees them; bad ones are a
+/// ContractError.
 class Communicator {
  public:
   virtual ~Communicator() = default;
@@ -102,7 +104,8 @@ class Communicator {
   /// Host waits until every rank has come here.
   void barrier();
 
-  /// Calls between begin and end may be merged by the transport into one launch; their Works are valid after end.
+  /// Calls between begin and end may be merged by the transport into one launch; their Works are valid after
+  /// end.
   virtual void group_begin() = 0;
   virtual void group_end() = 0;
 
@@ -113,7 +116,8 @@ class Communicator {
   virtual void abort(const std::string& reason) noexcept = 0;
   virtual Health health() = 0;
 
-  /// Base address of `buffer` in every rank of the group, as seen from here; empty on transports without windows.
+  /// Base address of `buffer` in every rank of the group, as seen from here; empty on transports without
+  /// windows.
   virtual std::vector<void*> peer_bases(const Buffer& buffer) = 0;
 
  protected:
@@ -122,13 +126,14 @@ class Communicator {
   /// One call as a transport gets it: arguments are checked, elems may be zero.
   struct Call {
     std::int64_t sequence = 0;
-    std::string_view operation;  // "all_reduce", "reduce_scatter", "all_gather", "broadcast", "barrier"
+    std::string_view
+        operation;  // "all_reduce", "reduce_scatter", "all_gather", "broadcast", "barrier", "split"
     DType dtype = DType::kUint8;
-    std::int64_t elems = 0;      // of the shard where there is one, else of the buffer
+    std::int64_t elems = 0;        // of the shard where there is one, else of the buffer
     ReduceOp op = ReduceOp::kSum;  // reductions only
     int root = 0;                  // broadcast only
     Traffic traffic = Traffic::kControl;
-    StreamRef stream;
+    StreamRef stream = {};
     /// "reduce_scatter(avg, fp32 x 1024, gradient)".
     std::string signature() const;
   };

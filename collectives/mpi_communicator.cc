@@ -5,13 +5,14 @@
 #include <atomic>
 #include <cstring>
 #include <exception>
+#include <limits>
 #include <list>
 #include <new>
 #include <optional>
 #include <thread>
 #include <utility>
 
-#include "mxopt/collectives/agreement.h"
+#include "mxopt/collectives/call_mismatch.h"
 #include "mxopt/collectives/chunk_plan.h"
 #include "mxopt/collectives/deadline.h"
 #include "mxopt/collectives/process_identity.h"
@@ -55,25 +56,23 @@ bool mpi_is_up() {
   return initialized != 0 && finalized == 0;
 }
 
-/// Polls until the request is complete; false when the deadline comes first.
-bool poll(MPI_Request* request, const Deadline& deadline, int rank) {
-  int done = 0;
-  while (true) {
-    MXOPT_MPI_CHECK(MPI_Test(request, &done, MPI_STATUS_IGNORE), rank);
-    if (done != 0) return true;
-    if (deadline.passed()) return false;
-    std::this_thread::yield();
-  }
-}
-
-/// All ranks of `comm` have come here, or PeerError.
-void meet(MPI_Comm comm, double timeout_s, std::string_view operation) {
+/// Returns when all ranks of `comm` have come here; PeerError at the deadline. `check` runs while waiting,
+/// and may throw.
+template <class Check>
+void meet(MPI_Comm comm, double timeout_s, std::string_view operation, Check check) {
   const Deadline deadline(timeout_s);
   int rank = 0;
   MXOPT_MPI_CHECK(MPI_Comm_rank(comm, &rank), -1);
   MPI_Request request = MPI_REQUEST_NULL;
   MXOPT_MPI_CHECK(MPI_Ibarrier(comm, &request), rank);
-  if (poll(&request, deadline, rank)) return;
+  while (true) {
+    int done = 0;
+    MXOPT_MPI_CHECK(MPI_Test(&request, &done, MPI_STATUS_IGNORE), rank);
+    if (done != 0) return;
+    check();
+    if (deadline.passed()) break;
+    std::this_thread::yield();
+  }
   throw PeerError({.operation = std::string(operation),
                    .elapsed_ms = deadline.elapsed_ms(),
                    .rank = rank,
@@ -207,6 +206,25 @@ class MpiCommunicator::Bulletin {
     return find_disagreement(signatures);
   }
 
+  /// Tells the node that this rank issues no more calls, and later that it will not even close the group with
+  /// them.
+  enum class Presence : std::int64_t { kMember, kLeaving, kGone };
+  void set_presence(Presence presence) {
+    seats_[static_cast<std::size_t>(rank_)]->presence.store(presence, std::memory_order_release);
+  }
+
+  /// Lowest rank of this node that is at least so far gone and has issued at most `calls` calls; -1 for none.
+  int absent(Presence presence, std::int64_t calls) const {
+    for (std::size_t rank = 0; rank < seats_.size(); ++rank) {
+      const Seat* seat = seats_[rank];
+      if (seat != nullptr && seat->presence.load(std::memory_order_acquire) >= presence &&
+          seat->issued.load(std::memory_order_acquire) <= calls) {
+        return static_cast<int>(rank);
+      }
+    }
+    return -1;
+  }
+
   bool sees_all() const { return std::find(seats_.begin(), seats_.end(), nullptr) == seats_.end(); }
   bool sees(int rank) const { return rank >= 0 && seats_[static_cast<std::size_t>(rank)] != nullptr; }
   std::int64_t issued(int rank) const { return seats_[static_cast<std::size_t>(rank)]->issued.load(); }
@@ -228,6 +246,7 @@ class MpiCommunicator::Bulletin {
   struct Seat {
     std::atomic<std::int64_t> issued{0};
     std::atomic<std::int64_t> pid{0};
+    std::atomic<Presence> presence{Presence::kMember};
     std::array<Entry, kRecent> recent;
   };
   static_assert(std::atomic<std::int64_t>::is_always_lock_free, "processes share these");
@@ -286,6 +305,7 @@ class MpiCommunicator::Engine {
     MXOPT_MPI_CHECK(MPI_Comm_set_errhandler(comm_, MPI_ERRORS_RETURN), -1);
     MXOPT_MPI_CHECK(MPI_Comm_rank(comm_, &rank_), -1);
     MXOPT_MPI_CHECK(MPI_Comm_size(comm_, &size_), rank_);
+    MXOPT_MPI_CHECK(MPI_Comm_dup(comm_, &control_), rank_);
     bulletin_.emplace(comm_, rank_, size_);
   }
 
@@ -316,12 +336,15 @@ class MpiCommunicator::Engine {
   void complete(Operation& operation);
   void fail(const std::shared_ptr<Operation>& operation, std::exception_ptr error);
   [[noreturn]] void fail_late(Operation& operation);
-  PeerError peer_error(const Operation& operation, int culprit_rank, std::string reason) const;
+  [[noreturn]] void throw_peer_error(const Operation& operation, int culprit_rank, const std::string& reason);
   bool take_scratch(Operation& operation);
   void give_scratch(Operation& operation);
   void free_types(Operation& operation);
 
   MPI_Comm comm_;
+  // Why: where ranks meet before MPI calls that wait without a deadline. On comm_ such a meeting would pair
+  // with the call that another rank has open there.
+  MPI_Comm control_ = MPI_COMM_NULL;
   double timeout_s_;
   std::int64_t chunk_bytes_;
   int rank_ = 0;
@@ -467,8 +490,8 @@ void MpiCommunicator::Engine::reduce_chunk(Operation& operation) {
 
 void MpiCommunicator::Engine::complete(Operation& operation) {
   give_scratch(operation);
-  if (auto found = bulletin_->disagreement(operation.call)) {
-    throw peer_error(operation, found->culprit_rank, std::move(found->reason));
+  if (const auto found = bulletin_->disagreement(operation.call)) {
+    throw_peer_error(operation, found->culprit_rank, found->reason);
   }
   operation.done = true;
 }
@@ -476,8 +499,9 @@ void MpiCommunicator::Engine::complete(Operation& operation) {
 void MpiCommunicator::Engine::fail(const std::shared_ptr<Operation>& operation, std::exception_ptr error) {
   if (!operation->requests.empty()) abandoned_.push_back(operation);
   try {
-    if (auto found = bulletin_->disagreement(operation->call)) {  // more telling than what MPI says of it
-      throw peer_error(*operation, found->culprit_rank, std::move(found->reason));
+    if (const auto found =
+            bulletin_->disagreement(operation->call)) {  // more telling than what MPI says of it
+      throw_peer_error(*operation, found->culprit_rank, found->reason);
     }
     std::rethrow_exception(error);
   } catch (const std::exception& e) {
@@ -488,7 +512,15 @@ void MpiCommunicator::Engine::fail(const std::shared_ptr<Operation>& operation, 
 
 bool MpiCommunicator::Engine::settled(Operation& operation) {
   if (operation.error) std::rethrow_exception(operation.error);
-  if (!operation.done && operation.deadline.passed()) fail_late(operation);
+  if (!operation.done) {
+    const int absent = bulletin_->absent(Bulletin::Presence::kLeaving, operation.call.sequence);
+    if (absent >= 0) {
+      throw_peer_error(operation, absent,
+                       "rank " + std::to_string(absent) + " has left the group after " +
+                           std::to_string(bulletin_->issued(absent)) + " calls");
+    }
+    if (operation.deadline.passed()) fail_late(operation);
+  }
   return operation.done;
 }
 
@@ -502,35 +534,35 @@ void MpiCommunicator::Engine::wait(Operation& operation) {
 
 void MpiCommunicator::Engine::fail_late(Operation& operation) {
   const std::vector<int> missing = bulletin_->missing(operation.call);
-  int culprit = -1;
-  std::string reason;
   if (!missing.empty()) {
-    culprit = missing.front();
-    reason = name_ranks(missing) + (missing.size() == 1 ? " has" : " have") + " not come; rank " +
-             std::to_string(culprit) + " has issued " + std::to_string(bulletin_->issued(culprit)) + " calls";
-  } else if (auto found = bulletin_->disagreement(operation.call)) {
-    culprit = found->culprit_rank;
-    reason = std::move(found->reason);
-  } else if (bulletin_->sees_all()) {
-    reason = "all ranks have issued the call, but it does not complete";
-  } else {
-    reason = "all ranks of this node have issued the call; which rank of another node is late is not known";
+    const int first = missing.front();
+    throw_peer_error(operation, first,
+                     name_ranks(missing) + (missing.size() == 1 ? " has" : " have") + " not come; rank " +
+                         std::to_string(first) + " has issued " + std::to_string(bulletin_->issued(first)) +
+                         " calls");
   }
-  PeerError error = peer_error(operation, culprit, std::move(reason));
-  if (first_failure_.empty()) first_failure_ = error.what();
-  throw error;
+  if (const auto found = bulletin_->disagreement(operation.call)) {
+    throw_peer_error(operation, found->culprit_rank, found->reason);
+  }
+  throw_peer_error(
+      operation, -1,
+      bulletin_->sees_all()
+          ? "all ranks have issued the call, but it does not complete"
+          : "all ranks of this node have issued the call; which rank of another node is late is not known");
 }
 
-PeerError MpiCommunicator::Engine::peer_error(const Operation& operation, int culprit_rank,
-                                              std::string reason) const {
-  return PeerError({.operation = operation.call.signature(),
-                    .sequence = operation.call.sequence,
-                    .elapsed_ms = operation.deadline.elapsed_ms(),
-                    .rank = rank_,
-                    .culprit_rank = culprit_rank,
-                    .host = host_name(),  // a culprit that can be named is on this node
-                    .pid = bulletin_->sees(culprit_rank) ? bulletin_->pid(culprit_rank) : process_id(),
-                    .reason = std::move(reason)});
+void MpiCommunicator::Engine::throw_peer_error(const Operation& operation, int culprit_rank,
+                                               const std::string& reason) {
+  PeerError error({.operation = operation.call.signature(),
+                   .sequence = operation.call.sequence,
+                   .elapsed_ms = operation.deadline.elapsed_ms(),
+                   .rank = rank_,
+                   .culprit_rank = culprit_rank,
+                   .host = host_name(),  // a culprit that can be named is on this node
+                   .pid = bulletin_->sees(culprit_rank) ? bulletin_->pid(culprit_rank) : process_id(),
+                   .reason = reason});
+  if (first_failure_.empty()) first_failure_ = error.what();
+  throw error;
 }
 
 /// False when all lanes are taken: then the call waits in the queue.
@@ -568,9 +600,8 @@ void MpiCommunicator::Engine::free_types(Operation& operation) {
 
 std::shared_ptr<MpiCommunicator::Engine> MpiCommunicator::Engine::split(const Call& call, int color,
                                                                         int key) {
-  // The barrier is the last of the queue, so behind it MPI_Comm_split meets no call of ours and no absent
-  // rank.
-  wait(*start(call, nullptr, nullptr));
+  wait(*start(call, nullptr, nullptr));  // the last of the queue, so MPI_Comm_split meets no call of ours
+  meet(control_, timeout_s_, "split", [] {});
   MPI_Comm part = MPI_COMM_NULL;
   MXOPT_MPI_CHECK(MPI_Comm_split(comm_, color, key, &part), rank_);
   return std::make_shared<Engine>(part, timeout_s_, chunk_bytes_);
@@ -578,13 +609,24 @@ std::shared_ptr<MpiCommunicator::Engine> MpiCommunicator::Engine::split(const Ca
 
 void MpiCommunicator::Engine::close() {
   if (closed_ || !mpi_is_up()) return;
+  bulletin_->set_presence(Bulletin::Presence::kLeaving);
   while (!active_.empty()) {
     const std::shared_ptr<Operation> operation = active_.front();
     wait(*operation);
   }
-  meet(comm_, timeout_s_, "close");
+  meet(control_, timeout_s_, "close", [this] {
+    const int gone = bulletin_->absent(Bulletin::Presence::kGone, std::numeric_limits<std::int64_t>::max());
+    if (gone < 0) return;
+    throw PeerError({.operation = "close",
+                     .rank = rank_,
+                     .culprit_rank = gone,
+                     .host = host_name(),
+                     .pid = bulletin_->pid(gone),
+                     .reason = "rank " + std::to_string(gone) + " has left the group without closing it"});
+  });
   closed_ = true;
   bulletin_->free();
+  MXOPT_MPI_CHECK(MPI_Comm_free(&control_), rank_);
   MXOPT_MPI_CHECK(MPI_Comm_free(&comm_), rank_);
 }
 
@@ -594,7 +636,8 @@ void MpiCommunicator::Engine::release() noexcept {
     if (first_failure_.empty()) close();
   } catch (const std::exception&) {  // a destructor has nobody to tell; close() is for those who care
   }
-  if (closed_) return;
+  if (closed_ || !mpi_is_up()) return;
+  bulletin_->set_presence(Bulletin::Presence::kGone);
   // Why: MPI may still write into the scratch of these calls, so it is never given back.
   abandoned_.insert(abandoned_.end(), active_.begin(), active_.end());
   new auto(std::move(abandoned_));
@@ -624,7 +667,7 @@ std::unique_ptr<MpiCommunicator> MpiCommunicator::dup(MPI_Comm comm, double time
   MXOPT_CHECK(comm != MPI_COMM_NULL, "MpiCommunicator of MPI_COMM_NULL");
   MXOPT_CHECK(chunk_bytes >= 8 && chunk_bytes <= std::int64_t{1} << 30,
               "chunk of " << chunk_bytes << " bytes; allowed are 8 to 2^30");
-  meet(comm, timeout_s, "dup");
+  meet(comm, timeout_s, "dup", [] {});
   MPI_Comm copy = MPI_COMM_NULL;
   MXOPT_MPI_CHECK(MPI_Comm_dup(comm, &copy), -1);
   return std::unique_ptr<MpiCommunicator>(

@@ -25,7 +25,7 @@ namespace mxopt {
 
 /// Ranks of one node see in a shared window which calls the others have issued. So a late rank of the own
 /// node is named by its PeerError, and ranks of one node that call different operations get one in place of
-/// wrong data.
+/// wrong data. A rank that closes or destroys its communicator fails the calls that the others have open.
 class MpiCommunicator final : public Communicator {
  public:
   static constexpr std::int64_t kDefaultChunkBytes = std::int64_t{256} << 20;

@@ -7,7 +7,7 @@
 #include <mutex>
 #include <utility>
 
-#include "mxopt/collectives/agreement.h"
+#include "mxopt/collectives/call_mismatch.h"
 #include "mxopt/collectives/deadline.h"
 #include "mxopt/collectives/process_identity.h"
 #include "mxopt/collectives/rank_sum.h"

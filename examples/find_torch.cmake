@@ -33,10 +33,9 @@ function(mxopt_find_torch)
   endif()
 
   get_filename_component(libraries ${MXOPT_TORCH_CPU} DIRECTORY)
-  find_library(MXOPT_TORCH torch HINTS ${libraries} NO_DEFAULT_PATH)
   find_library(MXOPT_TORCH_C10 c10 HINTS ${libraries} NO_DEFAULT_PATH)
-  if(NOT MXOPT_TORCH OR NOT MXOPT_TORCH_C10)
-    set(TORCH_PROBLEM "libtorch or libc10 is missing beside ${MXOPT_TORCH_CPU}" PARENT_SCOPE)
+  if(NOT MXOPT_TORCH_C10)
+    set(TORCH_PROBLEM "libc10 is missing beside ${MXOPT_TORCH_CPU}" PARENT_SCOPE)
     return()
   endif()
 
@@ -55,12 +54,12 @@ function(mxopt_find_torch)
     return()
   endif()
 
-  # IMPORTED, so that these headers give no warnings. Operators register themselves in libtorch_cpu at load time;
-  # --no-as-needed keeps it linked.
+  # IMPORTED, so that these headers give no warnings. libtorch itself is left out: in a CUDA build it does no more than
+  # load all of CUDA. Operators register themselves when libtorch_cpu is loaded, so it must stay linked.
   add_library(mxopt_torch INTERFACE IMPORTED GLOBAL)
   target_include_directories(mxopt_torch INTERFACE
     ${MXOPT_TORCH_INCLUDE} ${MXOPT_TORCH_INCLUDE}/torch/csrc/api/include)
   target_link_libraries(mxopt_torch INTERFACE
-    -Wl,--no-as-needed ${MXOPT_TORCH} ${MXOPT_TORCH_CPU} ${MXOPT_TORCH_C10} -Wl,--as-needed)
+    -Wl,--no-as-needed ${MXOPT_TORCH_CPU} ${MXOPT_TORCH_C10} -Wl,--as-needed)
   message(STATUS "mxopt: train_gpt uses ${MXOPT_TORCH_CPU}")
 endfunction()

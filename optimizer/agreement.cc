@@ -12,16 +12,27 @@ namespace {
 
 constexpr std::int64_t kMessageBytes = 320;
 
+/// The part of a line around `at`, for a message of limited length.
+std::string excerpt(const std::string& line, std::size_t at) {
+  constexpr std::size_t kBytes = 110, kBefore = 70;
+  if (at < kBytes) return line.substr(0, kBytes);
+  return "..." + line.substr(at - kBefore, kBytes);
+}
+
+/// Empty when the texts are equal.
 std::string first_difference(const std::string& mine, const std::string& reference) {
+  if (mine == reference) return {};
   std::istringstream left(mine), right(reference);
   std::string a, b;
   for (;;) {
     const bool has_a = static_cast<bool>(std::getline(left, a));
     const bool has_b = static_cast<bool>(std::getline(right, b));
-    if (!has_a && !has_b) return {};
+    if (!has_a && !has_b) return "has other line ends than rank 0";
     if (!has_a) a = "(nothing)";
     if (!has_b) b = "(nothing)";
-    if (a != b) return "has '" + a.substr(0, 120) + "' where rank 0 has '" + b.substr(0, 120) + "'";
+    if (a == b) continue;
+    const auto at = static_cast<std::size_t>(std::ranges::mismatch(a, b).in1 - a.begin());
+    return "has '" + excerpt(a, at) + "' where rank 0 has '" + excerpt(b, at) + "'";
   }
 }
 

@@ -43,16 +43,34 @@ std::uint64_t hash_number(double value, std::uint64_t seed) {
   return hash64({bytes, sizeof(bytes)}, seed);
 }
 
+/// A local failure after messages began makes the peers fail too instead of wait. A PeerError is no local
+/// failure: it comes to every rank by itself, and under MPI abort() would end the process before the caller
+/// could report it. Neither is a ContractError, which is thrown before a call sends anything, or on every
+/// rank alike.
+template <class Body>
+void guarded(Communicator& comm, const Body& body) {
+  try {
+    body();
+  } catch (const PeerError&) {
+    throw;
+  } catch (const ContractError&) {
+    throw;
+  } catch (const std::exception& error) {
+    comm.abort(error.what());
+    throw;
+  }
+}
+
 }  // namespace
 
 class DistributedAdam::Impl {
  public:
-  Impl(std::vector<ParamSpec> specs, const Config& config, Communicator& comm, Device device,
+  Impl(Plan plan, const Config& config, Communicator& comm, Device device,
        std::shared_ptr<Allocator> allocator)
       : config_(config),
         comm_(comm),
         device_(device),
-        plan_(make_agreed_plan(std::move(specs), config, comm, device)),
+        plan_(std::move(plan)),
         allocator_(allocator != nullptr ? std::move(allocator) : default_allocator(device)),
         storage_(layout(), config.optimizer.grad_dtype, std::max<std::int64_t>(1, param_count()), device,
                  allocator_),
@@ -60,11 +78,15 @@ class DistributedAdam::Impl {
                     allocator_),
         grad_sync_(layout(), storage_, comm),
         segments_(layout().segments(comm.rank())),
+        segment_of_(layout().params().size(), -1),
         kernels_(StepKernels::make(make_tables(), device)),
         coverage_(layout().params().size()),
         betas_(config.optimizer.betas),
         loss_scale_(initial_loss_scale(config.optimizer.loss_scale)),
         report_(make_report(layout(), comm, config.optimizer.grad_dtype)) {
+    for (std::size_t i = 0; i < segments_.size(); ++i) {
+      segment_of_[index(segments_[i].param)] = static_cast<int>(i);
+    }
     report_.gather_staging_bytes = param_sync_.staging_bytes();
     for (const ParamGroup& group : plan_.groups.groups) group_names_.push_back(group.name);
     scalars_.resize(group_names_.size());
@@ -88,31 +110,34 @@ class DistributedAdam::Impl {
     MXOPT_CHECK(
         values.dtype == DType::kFp32 || values.dtype == DType::kBf16,
         "set_initial: param '" << name << "' got " << dtype_name(values.dtype) << "; allowed: fp32, bf16");
-    MXOPT_CHECK(flat_begin >= 0 && values.elems <= elems - flat_begin,
+    MXOPT_CHECK(values.elems == 0 || values.data != nullptr,
+                "set_initial: param '" << name << "' got " << values.elems << " elements at a null pointer");
+    MXOPT_CHECK(flat_begin >= 0 && flat_begin <= elems && values.elems <= elems - flat_begin,
                 "set_initial: param '" << name << "' has " << elems << " elements, got [" << flat_begin
-                                       << ", " << flat_begin + values.elems << ")");
-    for (const Segment& segment : segments_) {
-      if (segment.param != param) continue;
-      const std::int64_t begin = std::max(segment.param_begin, flat_begin);
-      const std::int64_t end = std::min(segment.param_begin + segment.elems, flat_begin + values.elems);
-      if (begin >= end) continue;
-      copy_to_master(values.sub(begin - flat_begin, end - begin),
-                     master_of(segment) + (begin - segment.param_begin), stream);
+                                       << ", " << flat_begin << " + " << values.elems << ")");
+    if (const Segment* segment = owned_segment(param)) {
+      const std::int64_t begin = std::max(segment->param_begin, flat_begin);
+      const std::int64_t end = std::min(segment->param_begin + segment->elems, flat_begin + values.elems);
+      if (begin < end) {
+        copy_to_master(values.sub(begin - flat_begin, end - begin),
+                       master_of(*segment) + (begin - segment->param_begin), stream);
+      }
     }
     coverage_[index(param)].add(flat_begin, flat_begin + values.elems);
   }
 
   std::int64_t elems_of(std::string_view name) const { return layout().param(layout().find(name)).elems(); }
 
-  void publish(StreamRef stream) {
+  std::vector<std::string> publish(StreamRef stream) {
     require_initialized(stream);
-    guarded([&] {
+    guarded(comm_, [&] {
       param_sync_.open(stream);
       param_sync_.clear_scales(SyncScope::kAll, stream);
       kernels_->writeback(stream);
       share_written(SyncScope::kAll, stream, nullptr);
     });
     published_ = true;
+    return names_with_status(param_sync_.status(), kStatusNonFiniteMaster);
   }
 
   GradView grad(std::string_view name) const {
@@ -140,16 +165,15 @@ class DistributedAdam::Impl {
   OwnedSlice owned(std::string_view name) {
     const int param = storage_param(name);
     OwnedSlice slice;
-    for (const Segment& segment : segments_) {
-      if (segment.param != param) continue;
-      const auto elems = static_cast<std::size_t>(segment.elems);
-      slice.param_begin = segment.param_begin;
-      slice.master = {master_of(segment), elems};
-      if (layout().param(param).family.frozen) continue;
-      const std::int64_t offset = segment.bucket_begin - layout().shard_begin(segment.bucket, comm_.rank());
-      slice.exp_avg = {storage_.exp_avg(segment.bucket) + offset, elems};
-      slice.exp_avg_sq = {storage_.exp_avg_sq(segment.bucket) + offset, elems};
-    }
+    const Segment* segment = owned_segment(param);
+    if (segment == nullptr) return slice;
+    const auto elems = static_cast<std::size_t>(segment->elems);
+    slice.param_begin = segment->param_begin;
+    slice.master = {master_of(*segment), elems};
+    if (layout().param(param).family.frozen) return slice;
+    const std::int64_t offset = segment->bucket_begin - layout().shard_begin(segment->bucket, comm_.rank());
+    slice.exp_avg = {storage_.exp_avg(segment->bucket) + offset, elems};
+    slice.exp_avg_sq = {storage_.exp_avg_sq(segment->bucket) + offset, elems};
     return slice;
   }
 
@@ -157,7 +181,7 @@ class DistributedAdam::Impl {
 
   void grad_ready(std::string_view name, StreamRef stream) {
     const int param = layout().find(name);
-    guarded([&] { grad_sync_.ready(param, stream); });
+    guarded(comm_, [&] { grad_sync_.ready(param, stream); });
   }
 
   StepReport step(StreamRef stream) {
@@ -167,7 +191,8 @@ class DistributedAdam::Impl {
     StepStatistics statistics;
     PhaseClock clock;
     kernels_->take_launches();
-    guarded([&] {
+    param_sync_.take_launches();
+    guarded(comm_, [&] {
       grad_sync_.finish(stream);
       record.ms.reduce_scatter = clock.lap();
 
@@ -184,7 +209,7 @@ class DistributedAdam::Impl {
 
     const StepDecision decision = decide(statistics, loss_scale_.scale, config_.optimizer.clip_grad);
     record.lr = scheduled_lr(config_.schedule, plan_.groups.groups[0].peak_lr, steps_taken_ + 1);
-    guarded([&] {
+    guarded(comm_, [&] {
       if (decision.take) {
         ++steps_taken_;
         fill_scalars(decision.grad_factor);
@@ -241,22 +266,11 @@ class DistributedAdam::Impl {
   std::int64_t param_count() const { return static_cast<std::int64_t>(layout().params().size()); }
   int storage_param(std::string_view name) const { return layout().storage_of(layout().find(name)); }
 
-  /// A local failure after messages began makes the peers fail too instead of wait. A PeerError is no local
-  /// failure: it comes to every rank by itself, and under MPI abort() would end the process before the caller
-  /// could report it. Neither is a ContractError, which is thrown before a call sends anything, or on every
-  /// rank alike.
-  template <class Body>
-  void guarded(const Body& body) {
-    try {
-      body();
-    } catch (const PeerError&) {
-      throw;
-    } catch (const ContractError&) {
-      throw;
-    } catch (const std::exception& error) {
-      comm_.abort(error.what());
-      throw;
-    }
+  /// The rank's piece of a param, null when it owns nothing of it: a param lies in one bucket, so there is at
+  /// most one.
+  const Segment* owned_segment(int param) const {
+    const int at = segment_of_[index(param)];
+    return at < 0 ? nullptr : &segments_[index(at)];
   }
 
   float* master_of(const Segment& segment) const {
@@ -311,7 +325,8 @@ class DistributedAdam::Impl {
         missing[index(segment.param)] = 1;
       }
     }
-    guarded([&] { comm_.all_reduce(std::span(missing), ReduceOp::kMax, Traffic::kControl, stream).wait(); });
+    guarded(comm_,
+            [&] { comm_.all_reduce(std::span(missing), ReduceOp::kMax, Traffic::kControl, stream).wait(); });
     const std::vector<std::string> names = names_with_status(missing, 1);
     if (names.empty()) return;
     std::string list;
@@ -405,7 +420,7 @@ class DistributedAdam::Impl {
     record.clip_factor = decision.clip_factor;
     record.nonfinite_gradient_params = names_with_status(param_sync_.status(), kStatusNonFiniteGradient);
     record.nonfinite_master_params = names_with_status(param_sync_.status(), kStatusNonFiniteMaster);
-    record.launches = kernels_->take_launches();
+    record.launches = kernels_->take_launches() + param_sync_.take_launches();
 
     const LossScaleConfig& scale = config_.optimizer.loss_scale;
     record.loss_scale = loss_scale_.scale;
@@ -441,6 +456,7 @@ class DistributedAdam::Impl {
   ParamSync param_sync_;
   GradSync grad_sync_;
   std::vector<Segment> segments_;
+  std::vector<int> segment_of_;  // [params] index into segments_, -1 for none
   std::unique_ptr<StepKernels> kernels_;
   std::vector<InitialCoverage> coverage_;  // [params]
   std::array<double, 2> betas_;
@@ -457,8 +473,12 @@ class DistributedAdam::Impl {
 };
 
 DistributedAdam::DistributedAdam(std::vector<ParamSpec> specs, const Config& config, Communicator& comm,
-                                 Device device, std::shared_ptr<Allocator> allocator)
-    : impl_(std::make_unique<Impl>(std::move(specs), config, comm, device, std::move(allocator))) {}
+                                 Device device, std::shared_ptr<Allocator> allocator) {
+  Plan plan = make_agreed_plan(std::move(specs), config, comm, device);
+  guarded(comm, [&] {
+    impl_ = std::make_unique<Impl>(std::move(plan), config, comm, device, std::move(allocator));
+  });
+}
 DistributedAdam::~DistributedAdam() = default;
 
 const Layout& DistributedAdam::layout() const {
@@ -480,8 +500,8 @@ void DistributedAdam::set_initial(std::string_view name, std::int64_t flat_begin
   impl_->set_initial(name, flat_begin, slice, stream);
 }
 
-void DistributedAdam::publish(StreamRef stream) {
-  impl_->publish(stream);
+std::vector<std::string> DistributedAdam::publish(StreamRef stream) {
+  return impl_->publish(stream);
 }
 GradView DistributedAdam::grad(std::string_view name) const {
   return impl_->grad(name);

@@ -79,8 +79,9 @@ class DistributedAdam {
                    StreamRef stream = {});
 
   /// Collective and idempotent: masters -> planes, scales and values of every rank. Also after masters were
-  /// changed through owned(). Throws ContractError on every rank, listing names, when a param was never set.
-  void publish(StreamRef stream = {});
+  /// changed through owned(). Returns, on every rank alike, the names of params whose masters are NaN or
+  /// infinite in BF16. Throws ContractError on every rank, listing names, when a param was never set.
+  std::vector<std::string> publish(StreamRef stream = {});
 
   /// Throw ContractError for an unknown name, or a frozen param's gradient.
   GradView grad(std::string_view name) const;

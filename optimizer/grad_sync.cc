@@ -1,6 +1,7 @@
 #include "mxopt/optimizer/grad_sync.h"
 
 #include <algorithm>
+#include <exception>
 
 namespace mxopt {
 
@@ -17,6 +18,15 @@ GradSync::GradSync(const Layout& layout, const ParamStorage& storage, Communicat
     has_accumulating_ = has_accumulating_ || param.grad_mode == GradMode::kAccumulate;
   }
   works_.reserve(layout.buckets().size());
+}
+
+GradSync::~GradSync() {
+  for (Work& work : works_) {
+    try {
+      work.wait();
+    } catch (const std::exception&) {  // dropped: nobody will use the gradients
+    }
+  }
 }
 
 void GradSync::begin_backward(bool last_micro_batch) {

@@ -17,6 +17,10 @@ class GradSync {
  public:
   /// All three are borrowed.
   GradSync(const Layout& layout, const ParamStorage& storage, Communicator& comm);
+  /// Waits for the reductions in flight, since peers read this rank's gradients; drops their errors.
+  ~GradSync();
+  GradSync(const GradSync&) = delete;
+  GradSync& operator=(const GradSync&) = delete;
 
   void begin_backward(bool last_micro_batch);
   /// Throws ContractError when the param was ready already in this micro-batch, or is frozen.

@@ -1,7 +1,7 @@
 #include "mxopt/optimizer/param_sync.h"
 
 #include <algorithm>
-#include <utility>
+#include <exception>
 
 namespace mxopt {
 
@@ -25,6 +25,19 @@ ParamSync::ParamSync(const Layout& layout, const ParamStorage& storage, Communic
   if (format_ == GatherFormat::kQuantized) return;
   staging_ = Buffer(layout.row_plane_elems() * dtype_bytes(DType::kBf16), storage.device(), allocator);
   packed_ = Buffer(layout.scale_bytes(), storage.device(), allocator);
+  trainable_batch_ = requantize_batch(SyncScope::kTrainable);
+  whole_batch_ = requantize_batch(SyncScope::kAll);
+}
+
+ParamSync::~ParamSync() {
+  for (std::vector<Gather>* gathers : {&rows_, &columns_}) {
+    for (Gather& gather : *gathers) {
+      try {
+        finish(gather, StreamRef());
+      } catch (const std::exception&) {  // dropped: nobody will read the plane
+      }
+    }
+  }
 }
 
 MxView ParamSync::planes(int param) const {
@@ -74,7 +87,8 @@ void ParamSync::start(Gather& gather, TypedSpan whole, Traffic traffic, StreamRe
 
 void ParamSync::finish(Gather& gather, StreamRef stream) {
   if (!gather.pending) return;
-  std::exchange(gather.work, Work()).join(stream);
+  gather.work.join(stream);  // a gather that failed stays pending, so that its plane is never given out
+  gather.work = Work();
   gather.pending = false;
 }
 
@@ -122,7 +136,7 @@ void ParamSync::gather_columns(SyncScope scope, StreamRef stream) {
   }
 }
 
-void ParamSync::requantize(SyncScope scope, StreamRef stream) {
+std::vector<Mxfp8Shard> ParamSync::requantize_batch(SyncScope scope) const {
   std::vector<Mxfp8Shard> batch;
   for (int p = 0; p < static_cast<int>(layout_.params().size()); ++p) {
     const ParamLayout& param = layout_.param(p);
@@ -134,13 +148,19 @@ void ParamSync::requantize(SyncScope scope, StreamRef stream) {
     shard.master = ConstTypedSpan(staging(p), DType::kBf16, param.elems());
     batch.push_back(shard);
   }
+  return batch;
+}
+
+void ParamSync::requantize(SyncScope scope, StreamRef stream) {
   for (std::size_t b = 0; b < rows_.size(); ++b) {
     if (layout_.bucket(static_cast<int>(b)).family.format == ParamFormat::kMxfp8) finish(rows_[b], stream);
   }
+  const std::vector<Mxfp8Shard>& batch = scope == SyncScope::kAll ? whole_batch_ : trainable_batch_;
   const std::span<std::uint8_t> packed =
       packed_.as<std::uint8_t>().first(static_cast<std::size_t>(packed_scale_bytes(batch)));
   partial_amax(batch, packed, storage_.device(), stream);
   partial_cast(batch, packed, {}, storage_.device(), stream);
+  launches_ += 2;
 }
 
 void ParamSync::wait(int param, Plane plane, StreamRef stream) {

@@ -12,6 +12,7 @@
 #include <cstdint>
 #include <memory>
 #include <span>
+#include <utility>
 #include <vector>
 
 #include "mxopt/collectives/communicator.h"
@@ -30,6 +31,10 @@ class ParamSync {
   /// layout, storage and comm are borrowed. Allocates the staging of GatherFormat::kBf16.
   ParamSync(const Layout& layout, const ParamStorage& storage, Communicator& comm, GatherFormat format,
             ScaleLayout scale_layout, std::shared_ptr<Allocator> allocator);
+  /// Waits for the gathers in flight, since peers read this rank's planes; drops their errors.
+  ~ParamSync();
+  ParamSync(const ParamSync&) = delete;
+  ParamSync& operator=(const ParamSync&) = delete;
 
   /// Where writeback puts the BF16 values of one param (bf16 format only, else null).
   Bf16* staging(int param) const;
@@ -53,6 +58,9 @@ class ParamSync {
   /// The newest version of the param's plane that was waited for.
   std::int64_t waited_version(int param, Plane plane) const;
 
+  /// Launches of the requantization since the last call (bf16 format only).
+  int take_launches() { return std::exchange(launches_, 0); }
+
   /// One byte a param; reduced over ranks after reduce_scales().
   std::span<std::uint8_t> status() const;
 
@@ -65,6 +73,7 @@ class ParamSync {
 
   void start(Gather& gather, TypedSpan whole, Traffic traffic, StreamRef stream);
   void finish(Gather& gather, StreamRef stream);
+  std::vector<Mxfp8Shard> requantize_batch(SyncScope scope) const;
   void requantize(SyncScope scope, StreamRef stream);
 
   const Layout& layout_;
@@ -72,8 +81,10 @@ class ParamSync {
   Communicator& comm_;
   GatherFormat format_;
   ScaleLayout scale_layout_;
-  Buffer staging_;                      // bf16, laid out like the row plane
-  Buffer packed_;                       // packed scales of whole params
+  Buffer staging_;  // bf16, laid out like the row plane
+  Buffer packed_;   // packed scales of whole params
+  std::vector<Mxfp8Shard> trainable_batch_, whole_batch_;
+  int launches_ = 0;
   std::vector<Gather> rows_, columns_;  // [buckets]
   std::int64_t version_ = 0;
 };

@@ -40,7 +40,7 @@ std::string configuration_text(Config config) {
   describe(schema, config);
   std::istringstream lines(schema.to_yaml());
   std::string text;
-  for (std::string line; std::getline(lines, line);) text += line.substr(0, line.find(" #")) + '\n';
+  for (std::string line; std::getline(lines, line);) text += line.substr(0, line.rfind("  # ")) + '\n';
   return text;
 }
 

@@ -95,6 +95,10 @@ void Layout::resolve(std::vector<ParamSpec> specs) {
   std::int64_t total_elems = 0;
   for (const ParamSpec& spec : specs) {
     if (spec.name.empty()) problems.push_back("a param has an empty name");
+    if (std::ranges::any_of(spec.name, [](unsigned char c) { return c <= ' ' || c == 0x7F; })) {
+      problems.push_back("param '" + spec.name +
+                         "': names must not contain white space or control characters");
+    }
     const auto [entry, fresh] = index_.emplace(spec.name, static_cast<int>(index_.size()));
     names.push_back(entry->first);
     if (!fresh) {

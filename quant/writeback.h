@@ -1,7 +1,7 @@
 // Batches of MXFP8 writes at any offset: partial maxima, partial casts, and the way back.
 //
-// One batch is one call per phase, whatever the number of weights. Work is proportional to the shards, not to the
-// matrices. Calls on different memory may run on different threads; one call may itself use several.
+// One batch is one call per phase, whatever the number of weights. Work is proportional to the shards, not to
+// the matrices. Calls on different memory may run on different threads; one call may itself use several.
 #pragma once
 
 #include <cstdint>
@@ -17,41 +17,48 @@ namespace mxopt {
 
 /// One weight of a batch and the part of it that this rank owns.
 struct Mxfp8Shard {
-  std::string_view name;       // for errors
-  MxView weight;               // whole planes and scales, this rank's copy
-  ConstTypedSpan master;       // fp32 or bf16 values of the flat range [start, start + master.elems); may be empty
-  std::int64_t start = 0;      // any offset, inside a 32-block included
-  // Where the owned bytes go instead of weight.row_data / weight.column_data: [master.elems] bytes each. The plane in
-  // `weight` still says that the plane exists, and is then not written.
+  std::string_view name;  // for errors
+  MxView weight;          // whole planes and scales, this rank's copy
+  ConstTypedSpan master;  // fp32 or bf16 values of the flat range [start, start + master.elems); may be empty
+  std::int64_t start = 0;  // any offset, inside a 32-block included
+  // Where the owned bytes go instead of weight.row_data / weight.column_data: [master.elems] bytes each. The
+  // plane in `weight` still says that the plane exists, and is then not written.
   std::uint8_t* row_fragment = nullptr;
   std::uint8_t* column_fragment = nullptr;
 };
 
-/// Bytes of the packed scales of a batch: the padded scale arrays of every plane that exists, weight after weight, row
-/// before column, in the weight's own scale layout. The same on every rank that passes the same weights.
+/// Bytes of the packed scales of a batch: the padded scale arrays of every plane that exists, weight after
+/// weight, row before column, in the weight's own scale layout. The same on every rank that passes the same
+/// weights.
 std::int64_t packed_scale_bytes(std::span<const Mxfp8Shard> batch);
 
-/// packed := E8M0 codes of the owned parts of all blocks, 0 elsewhere. A MAX over ranks then gives the final scales.
+/// packed := E8M0 codes of the owned parts of all blocks, 0 elsewhere. A MAX over ranks then gives the final
+/// scales.
 ///
 /// packed  [packed_scale_bytes(batch)] uint8, device of `stream`; overwritten.
 /// Order   enqueued on `stream`.
 /// Memory  no allocation that grows with the matrices.
-/// Throws  ContractError naming the weight when its planes, scales, shape or range do not fit, or when a weight occurs
-///         twice; before anything is written.
-void partial_amax(std::span<const Mxfp8Shard> batch, std::span<std::uint8_t> packed, Device device, StreamRef stream);
+/// Throws  ContractError naming the weight when its planes, scales, shape or range do not fit, or when a
+///         weight occurs twice; before anything is written.
+void partial_amax(std::span<const Mxfp8Shard> batch, std::span<std::uint8_t> packed, Device device,
+                  StreamRef stream);
 
-/// Copies the reduced scales into the weights' scale arrays and casts the owned ranges into the planes (or fragments).
+/// Copies the reduced scales into the weights' scale arrays and casts the owned ranges into the planes (or
+/// fragments).
 ///
-/// packed      as partial_amax gave it, after a MAX over all ranks that own parts of these weights.
-/// nonfinite   [1] int64, device of `stream`, or empty: the count of owned masters that are NaN or infinite after the
-///             rounding to BF16 is added to it.
+/// packed      as partial_amax gave it, after a MAX over all ranks that own parts of these weights. Where a
+///             plane's packed scales already are its scale array (a scale arena in the order of the batch),
+///             nothing is copied; otherwise the two must not overlap.
+/// nonfinite   [1] int64, device of `stream`, or empty: the count of owned masters that are NaN or infinite
+///             after the rounding to BF16 is added to it.
 /// Throws      as partial_amax.
 void partial_cast(std::span<const Mxfp8Shard> batch, std::span<const std::uint8_t> packed,
                   std::span<std::int64_t> nonfinite, Device device, StreamRef stream);
 
-/// out[i] := value of element begin + i of one plane; out is fp32 or bf16 (exact: an MXFP8 value fits BF16, but for
-/// the lowest scale codes, where it is rounded).
+/// out[i] := value of element begin + i of one plane; out is fp32 or bf16 (exact: an MXFP8 value fits BF16,
+/// but for the lowest scale codes, where it is rounded).
 /// Throws ContractError when the plane does not exist or the range does not fit.
-void dequantize(const MxView& weight, Plane plane, std::int64_t begin, TypedSpan out, Device device, StreamRef stream);
+void dequantize(const MxView& weight, Plane plane, std::int64_t begin, TypedSpan out, Device device,
+                StreamRef stream);
 
 }  // namespace mxopt

@@ -4,6 +4,7 @@
 #include <memory>
 #include <optional>
 #include <string>
+#include <string_view>
 #include <vector>
 
 #include <CLI/CLI.hpp>
@@ -80,9 +81,12 @@ void load(const Options& options, Prepared& prepared) {
 
 void prepare(const MpiJob& job, Prepared& prepared) {
   job.check_launcher();
-  validate_world_size(prepared.config, job.size());
-  prepared.data = std::make_unique<TextData>(prepared.config.data.files, prepared.config.train.seq_len);
-  prepared.metrics = std::make_unique<MetricsFile>(job.rank() == 0 ? prepared.config.train.metrics : "");
+  const TrainConfig& train = prepared.config.train;
+  const auto origin = [&prepared](std::string_view key) { return prepared.schema.origin(key); };
+  validate_world_size(prepared.config, prepared.schema, job.size());
+  prepared.data = std::make_unique<TextData>(prepared.config.data.files, train.seq_len, origin("data.files"));
+  prepared.metrics =
+      std::make_unique<MetricsFile>(job.rank() == 0 ? train.metrics : "", origin("train.metrics"));
 }
 
 std::string data_text(const TextData& data) {

@@ -39,7 +39,7 @@ std::string to_json(const StepMetrics& metrics) {
   return line.dump();
 }
 
-MetricsFile::MetricsFile(const std::string& path) : path_(path) {
+MetricsFile::MetricsFile(const std::string& path, const std::string& origin) : path_(path) {
   if (path.empty()) return;
   const std::filesystem::path folder = std::filesystem::path(path).parent_path();
   std::error_code error;
@@ -47,7 +47,7 @@ MetricsFile::MetricsFile(const std::string& path) : path_(path) {
   errno = 0;
   if (!error) file_.open(path, std::ios::trunc);
   if (error || !file_) {
-    throw mxopt::ConfigError("`train.metrics` is \"" + path + "\", which can not be written: " +
+    throw mxopt::ConfigError(origin + ": `train.metrics` is \"" + path + "\", which can not be written: " +
                              (error ? error.message() : std::strerror(errno)));
   }
 }

@@ -42,8 +42,8 @@ std::string to_json(const StepMetrics& metrics);
 class MetricsFile {
  public:
   /// Empties the file, and makes its folder; an empty path writes nothing. Throws ConfigError when it can
-  /// not.
-  explicit MetricsFile(const std::string& path);
+  /// not; origin says where the path comes from.
+  MetricsFile(const std::string& path, const std::string& origin);
 
   /// Writes and flushes one line. Throws DataError when it can not.
   void write(const StepMetrics& metrics);

@@ -23,7 +23,7 @@ namespace {
 namespace fs = std::filesystem;
 
 /// Adds the real paths of the regular files that `pattern` matches.
-void add_matches(const std::string& pattern, std::set<std::string>& paths) {
+void add_matches(const std::string& pattern, const std::string& origin, std::set<std::string>& paths) {
   glob_t found{};
   const int status = glob(pattern.c_str(), GLOB_BRACE | GLOB_TILDE, nullptr, &found);
   const std::unique_ptr<glob_t, void (*)(glob_t*)> owner(&found, globfree);
@@ -38,16 +38,17 @@ void add_matches(const std::string& pattern, std::set<std::string>& paths) {
     }
   }
   if (!any) {
-    throw mxopt::ConfigError("`data.files`: no file matches \"" + pattern +
+    throw mxopt::ConfigError(origin + ": `data.files`: no file matches \"" + pattern +
                              "\"; allowed: patterns that each match a file");
   }
 }
 
 }  // namespace
 
-TextData::TextData(const std::vector<std::string>& patterns, std::int64_t seq_len) : seq_len_(seq_len) {
+TextData::TextData(const std::vector<std::string>& patterns, std::int64_t seq_len, const std::string& origin)
+    : seq_len_(seq_len) {
   std::set<std::string> paths;
-  for (const std::string& pattern : patterns) add_matches(pattern, paths);
+  for (const std::string& pattern : patterns) add_matches(pattern, origin, paths);
   for (const std::string& path : paths) {
     errno = 0;
     std::ifstream file(path, std::ios::binary);
@@ -59,8 +60,9 @@ TextData::TextData(const std::vector<std::string>& patterns, std::int64_t seq_le
   files_ = static_cast<std::int64_t>(paths.size());
   if (bytes() < seq_len + 1) {
     std::ostringstream text;
-    text << "`train.seq_len` is " << seq_len << ", but the " << files_ << " files of `data.files` have "
-         << bytes() << " bytes; allowed: at most one byte less than the files have";
+    text << origin << ": `train.seq_len` is " << seq_len << ", but the " << files_
+         << " files of `data.files` have " << bytes()
+         << " bytes; allowed: at most one byte less than the files have";
     throw mxopt::ConfigError(text.str());
   }
 }

@@ -10,9 +10,9 @@ namespace train_gpt {
 class TextData {
  public:
   /// Reads every regular file that a pattern matches (shell wildcards, {a,b}, ~), each once, in the order of
-  /// their real paths. Throws ConfigError for a pattern without a match or fewer than seq_len + 1 bytes in
-  /// all, DataError for a file that can not be read.
-  TextData(const std::vector<std::string>& patterns, std::int64_t seq_len);
+  /// their real paths. origin says where the patterns come from, for errors. Throws ConfigError for a pattern
+  /// without a match or fewer than seq_len + 1 bytes in all, DataError for a file that can not be read.
+  TextData(const std::vector<std::string>& patterns, std::int64_t seq_len, const std::string& origin);
 
   std::int64_t bytes() const { return static_cast<std::int64_t>(text_.size()); }
   std::int64_t files() const { return files_; }

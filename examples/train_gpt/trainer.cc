@@ -88,7 +88,8 @@ void Trainer::run() {
     progress_->step(metrics);
   }
   wait_for_all_params();
-  if (progress_ != nullptr) progress_->finish(bf16_gather_bytes(), memory_line(optimizer_.construction().text()));
+  if (progress_ != nullptr)
+    progress_->finish(bf16_gather_bytes(), memory_line(optimizer_.construction().text()));
 }
 
 StepMetrics Trainer::train_step(std::int64_t step) {

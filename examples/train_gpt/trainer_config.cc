@@ -136,19 +136,21 @@ void validate(const TrainerConfig& config, const mxopt::ConfigSchema& schema) {
   if (const std::string text = problems.text(); !text.empty()) throw ConfigError(text);
 }
 
-void validate_world_size(const TrainerConfig& config, int world_size) {
-  std::ostringstream text;
+void validate_world_size(const TrainerConfig& config, const mxopt::ConfigSchema& schema, int world_size) {
+  Problems problems(schema);
   const std::int64_t expected = config.library.parallel.world_size;
   if (expected != 0 && expected != world_size) {
-    text << "`parallel.world_size` is " << expected << ", but MPI started " << world_size << " ranks";
+    problems.at("parallel.world_size") << "is " << expected << ", but MPI started " << world_size << " ranks";
   } else if (config.library.parallel.transport == mxopt::TransportChoice::kSelf && world_size != 1) {
-    text << "`parallel.transport` is self, but MPI started " << world_size << " ranks; allowed: mpi or auto";
+    problems.at("parallel.transport")
+        << "is self, but MPI started " << world_size << " ranks; allowed: mpi or auto";
   } else if (config.train.micro_batches() % world_size != 0) {
-    text << "`train.global_batch` / `train.micro_batch` is " << config.train.micro_batches()
-         << " micro-batches, which " << world_size << " ranks can not share evenly; allowed: a multiple of "
-         << world_size;
+    problems.at("train.global_batch")
+        << "is " << config.train.global_batch << ", which is " << config.train.micro_batches()
+        << " micro-batches of " << config.train.micro_batch << "; " << world_size
+        << " ranks can not share them evenly";
   }
-  if (!text.str().empty()) throw ConfigError(text.str());
+  if (const std::string text = problems.text(); !text.empty()) throw ConfigError(text);
 }
 
 std::string shared_values(const TrainerConfig& config) {

@@ -62,7 +62,7 @@ void validate(const TrainerConfig& config, const mxopt::ConfigSchema& schema);
 
 /// Throws ConfigError when the micro-batches can not be shared evenly, or parallel.world_size is another
 /// number.
-void validate_world_size(const TrainerConfig& config, int world_size);
+void validate_world_size(const TrainerConfig& config, const mxopt::ConfigSchema& schema, int world_size);
 
 /// The values on which a training run depends and all ranks must agree, as text. The library compares its
 /// own.

@@ -3,26 +3,19 @@
 //   writeback_bench [--rows 4096] [--cols 4096] [--repeats 15] [--json FILE]
 //
 // One line per phase, storage, master type, part of the matrix and number of threads:
-//   bytes   what the phase must move: the owned masters, the owned plane bytes it writes, the scales it
-//   writes
-//           (amax: packed; cast: packed read and scale arrays written)
+//   bytes   what the phase must move: the owned masters, the owned plane bytes it writes, and the scales
+//           (amax: packed ones written; cast: packed ones read, scale arrays written)
 //   GB/s    bytes over the median time, ratio = that over the copy's GB/s with as many threads
-//   wrong   bytes of the planes and scales that differ from the reference (first band of the range, all of
-//   its columns)
+//   wrong   bytes of planes and scales that differ from the reference, in the first whole band of the range
 // Masters are larger than the caches at the default size; nothing is flushed.
-#include <algorithm>
 #include <cstdint>
-#include <cstring>
 #include <exception>
 #include <iostream>
 #include <random>
 #include <string>
 #include <vector>
 
-#if defined(_OPENMP)
-#include <omp.h>
-#endif
-
+#include "bench/host_ceiling.h"
 #include "bench/table.h"
 #include "support/reference_mxfp8.h"
 
@@ -32,33 +25,6 @@
 namespace {
 
 using namespace mxopt;
-
-int max_threads() {
-#if defined(_OPENMP)
-  return omp_get_max_threads();
-#else
-  return 1;
-#endif
-}
-
-void use_threads(int threads) {
-#if defined(_OPENMP)
-  omp_set_num_threads(threads);
-#else
-  static_cast<void>(threads);
-#endif
-}
-
-/// Copies in large chunks, with as many threads as are in use.
-void copy(std::uint8_t* to, const std::uint8_t* from, std::int64_t bytes) {
-  constexpr std::int64_t kChunkBytes = 4 << 20;
-#if defined(_OPENMP)
-#pragma omp parallel for schedule(static)
-#endif
-  for (std::int64_t begin = 0; begin < bytes; begin += kChunkBytes) {
-    std::memcpy(to + begin, from + begin, static_cast<std::size_t>(std::min(kChunkBytes, bytes - begin)));
-  }
-}
 
 struct Options {
   std::int64_t rows;
@@ -79,15 +45,6 @@ Masters make_masters(std::int64_t elems) {
   for (float& value : masters.fp32) value = normal(random);
   for (const float value : masters.fp32) masters.bf16.push_back(fp32_to_bf16(value));
   return masters;
-}
-
-double measure_copy(const Masters& masters, int repeats) {
-  const auto bytes = static_cast<std::int64_t>(masters.fp32.size() * sizeof(float));
-  std::vector<std::uint8_t> to(static_cast<std::size_t>(bytes));
-  const bench::Times times = bench::measure(
-      repeats, [] {},
-      [&] { copy(to.data(), reinterpret_cast<const std::uint8_t*>(masters.fp32.data()), bytes); });
-  return bench::gb_per_s(2 * bytes, times.p50_ms);
 }
 
 /// Bytes of the first whole band of the range that differ from the reference.
@@ -180,11 +137,10 @@ void run(int argc, char** argv) {
   const Masters masters = make_masters(options.rows * options.cols);
   bench::Table table({"phase", "storage", "master", "range", "threads", "bytes", "min_ms", "p50_ms", "GB/s",
                       "copy_GB/s", "ratio", "wrong"});
-  std::vector<int> thread_counts{1};
-  if (max_threads() > 1) thread_counts.push_back(max_threads());
-  for (const int threads : thread_counts) {
-    use_threads(threads);
-    const double copy_gb_per_s = measure_copy(masters, options.repeats);
+  const auto copy_bytes = static_cast<std::int64_t>(masters.fp32.size() * sizeof(float));
+  for (const int threads : bench::thread_counts()) {
+    bench::use_threads(threads);
+    const double copy_gb_per_s = bench::copy_gb_per_s(copy_bytes, options.repeats);
     for (const Storage storage : {Storage::kRow, Storage::kBoth}) {
       for (const DType dtype : {DType::kFp32, DType::kBf16}) {
         for (const bool quarter : {false, true}) {

@@ -47,9 +47,8 @@ TEST(OptimizerAgreement, NamesTheRankTheFieldAndTheFirstLineThatDiffers) {
 }
 
 TEST(OptimizerAgreement, NamesEveryRankAndEveryField) {
-  const std::vector<std::string> texts = messages({{{"a", "x\n"}, {"b", "1\n"}},
-                                                   {{"a", "y\n"}, {"b", "1\n"}},
-                                                   {{"a", "z\n"}, {"b", "1\n2\n"}}});
+  const std::vector<std::string> texts =
+      messages({{{"a", "x\n"}, {"b", "1\n"}}, {{"a", "y\n"}, {"b", "1\n"}}, {{"a", "z\n"}, {"b", "1\n2\n"}}});
   expect_same_on_all_ranks(texts);
   EXPECT_EQ(texts[0],
             "ranks disagree:\n  a: rank 1 has 'y' where rank 0 has 'x'\n  a: rank 2 has 'z' where rank 0 has "

@@ -6,13 +6,15 @@
 #include <cmath>
 #include <cstdlib>
 #include <cstring>
-#include <limits>
 #include <functional>
+#include <limits>
 #include <map>
 #include <memory>
 #include <mutex>
 #include <new>
 #include <string>
+#include <thread>
+#include <utility>
 #include <vector>
 
 #include <gtest/gtest.h>
@@ -211,6 +213,26 @@ TEST(DistributedAdam, ATiedNameSetsTheSharedStorage) {
   EXPECT_EQ(opt.grad("b").data.data, opt.grad("a").data.data);
 }
 
+TEST(DistributedAdam, PublishNamesTheParamsWithNonFiniteMastersOnEveryRank) {
+  constexpr float kInf = std::numeric_limits<float>::infinity();
+  run_ranks(3, [&](Communicator& comm) {
+    DistributedAdam opt({spec("a", {64, 64}), spec("b", {32, 32}), spec("c", {32, 32})}, Config(), comm);
+    std::vector<float> values(4096, 1.0f);
+    opt.set_initial("b", std::span<const float>(values).first(1024));
+    opt.set_initial("c", std::span<const float>(values).first(1024));
+    values[4095] = 3.4e38f;  // beyond the BF16 range
+    opt.set_initial("a", std::span<const float>(values));
+    EXPECT_EQ(opt.publish(), std::vector<std::string>{"a"});
+    values[0] = kInf;
+    opt.set_initial("c", std::span<const float>(values).first(1024));
+    EXPECT_EQ(opt.publish(), (std::vector<std::string>{"a", "c"}));
+    values[0] = values[4095] = 1.0f;
+    opt.set_initial("a", std::span<const float>(values));
+    opt.set_initial("c", std::span<const float>(values).first(1024));
+    EXPECT_TRUE(opt.publish().empty());
+  });
+}
+
 TEST(DistributedAdam, InitialValuesThatDoNotFitAreRefused) {
   SelfCommunicator comm;
   DistributedAdam opt({spec("attn.qkv", {32, 32})}, Config(), comm);
@@ -219,14 +241,18 @@ TEST(DistributedAdam, InitialValuesThatDoNotFitAreRefused) {
   const std::span<const float> all(values);
   EXPECT_TRUE(contains(contract_message([&] { opt.set_initial("attn.qkv", all); }),
                        "set_initial: param 'attn.qkv' has 1024 elements, got 1025"));
-  EXPECT_TRUE(contains(contract_message([&] { opt.set_initial("attn.qkv", std::span<const std::int64_t>(integers)); }),
-                       "set_initial: param 'attn.qkv' got int64; allowed: fp32, bf16"));
+  EXPECT_TRUE(contains(
+      contract_message([&] { opt.set_initial("attn.qkv", std::span<const std::int64_t>(integers)); }),
+      "set_initial: param 'attn.qkv' got int64; allowed: fp32, bf16"));
   for (const std::int64_t begin : {std::int64_t{-1}, std::int64_t{1}, std::int64_t{1025},
                                    std::numeric_limits<std::int64_t>::max() - 5}) {
     EXPECT_TRUE(contains(contract_message([&] { opt.set_initial("attn.qkv", begin, all.first(1024)); }),
                          "set_initial: param 'attn.qkv' has 1024 elements, got [" + std::to_string(begin)))
         << begin;
   }
+  EXPECT_TRUE(contains(
+      contract_message([&] { opt.set_initial("attn.qkv", ConstTypedSpan(nullptr, DType::kFp32, 1024)); }),
+      "set_initial: param 'attn.qkv' got 1024 elements at a null pointer"));
   EXPECT_TRUE(contains(contract_message([&] { opt.set_initial("attn.qvk", all); }),
                        "unknown param 'attn.qvk'; 1 params are registered, the nearest name is 'attn.qkv'"));
 }
@@ -253,8 +279,9 @@ TEST(DistributedAdam, AStepBeforePublishIsRefused) {
   TracedCommunicator traced(self);
   DistributedAdam opt({spec("a", {32, 32})}, Config(), traced);
   traced.reset();
-  EXPECT_TRUE(contains(contract_message([&] { opt.step(); }),
-                       "step: no weight was published yet; call set_initial() for every param, then publish()"));
+  EXPECT_TRUE(
+      contains(contract_message([&] { opt.step(); }),
+               "step: no weight was published yet; call set_initial() for every param, then publish()"));
   EXPECT_EQ(traced.total().operations, 0);
 }
 
@@ -336,7 +363,8 @@ TEST(DistributedAdam, UnknownNamesAreRefusedWithTheNearestOne) {
   SelfCommunicator comm;
   Published rank(comm);
   DistributedAdam& opt = rank.opt;
-  const std::string expected = "unknown param 'attn.qvk'; 15 params are registered, the nearest name is 'attn.qkv'";
+  const std::string expected =
+      "unknown param 'attn.qvk'; 15 params are registered, the nearest name is 'attn.qkv'";
   EXPECT_EQ(contract_message([&] { opt.grad("attn.qvk"); }), expected);
   EXPECT_EQ(contract_message([&] { opt.param("attn.qvk"); }), expected);
   EXPECT_EQ(contract_message([&] { opt.owned("attn.qvk"); }), expected);
@@ -395,9 +423,10 @@ TEST(DistributedAdam, AViewIsCurrentUntilTheNextPublish) {
     Published rank(comm);
     DistributedAdam& opt = rank.opt;
     const ParamView unwaited = opt.param("attn.qkv");
-    EXPECT_TRUE(contains(contract_message([&] { opt.require_current("attn.qkv", unwaited, Plane::kRow); }),
-                         "the row plane of param 'attn.qkv' was read at version 0, but version 1 is current: call "
-                         "wait_param first"));
+    EXPECT_TRUE(
+        contains(contract_message([&] { opt.require_current("attn.qkv", unwaited, Plane::kRow); }),
+                 "the row plane of param 'attn.qkv' was read at version 0, but version 1 is current: call "
+                 "wait_param first"));
     const ParamView row = opt.wait_param("attn.qkv");
     opt.require_current("attn.qkv", row, Plane::kRow);
     EXPECT_TRUE(contains(contract_message([&] { opt.require_current("attn.qkv", row, Plane::kColumn); }),
@@ -426,9 +455,10 @@ TEST(DistributedAdam, HyperParametersOutOfRangeAreRefused) {
   const double nan = std::numeric_limits<double>::quiet_NaN();
   const double inf = std::numeric_limits<double>::infinity();
   for (const double bad : {-1.0, nan, inf}) {
-    EXPECT_TRUE(contains(contract_message([&] { opt.set_lr("mlp", bad); }), "for group 'mlp'; allowed: >= 0"));
-    EXPECT_TRUE(contains(contract_message([&] { opt.set_weight_decay("*", bad); }),
-                         "for group '*'; allowed: >= 0"));
+    EXPECT_TRUE(
+        contains(contract_message([&] { opt.set_lr("mlp", bad); }), "for group 'mlp'; allowed: >= 0"));
+    EXPECT_TRUE(
+        contains(contract_message([&] { opt.set_weight_decay("*", bad); }), "for group '*'; allowed: >= 0"));
     EXPECT_TRUE(contains(contract_message([&] { opt.set_betas(0.9, bad); }), "allowed: 0 <= beta < 1"));
     EXPECT_TRUE(contains(contract_message([&] { opt.set_betas(bad, 0.9); }), "allowed: 0 <= beta < 1"));
   }
@@ -552,9 +582,10 @@ TEST(DistributedAdam, TooManySkipsInARowAreAnErrorOnAllRanks) {
     EXPECT_TRUE(rank.opt.step()->taken) << "the trainer may go on";
   });
   for (const std::string& text : texts) {
-    EXPECT_EQ(text,
-              "step: 3 steps in a row were skipped (optimizer.max_consecutive_skips is 3); the last one because "
-              "of a non-finite gradient of param 'attn.qkv'");
+    EXPECT_EQ(
+        text,
+        "step: 3 steps in a row were skipped (optimizer.max_consecutive_skips is 3); the last one because "
+        "of a non-finite gradient of param 'attn.qkv'");
   }
 }
 
@@ -590,7 +621,7 @@ TEST(DistributedAdam, AllRanksMakeTheSameCallsWhateverTheirBackwardPassDoes) {
             }
         }
         const StepReport report = opt.step();
-        EXPECT_EQ(report->taken, step % 3 != 2 && step != 4 && step != 5 && step != 12) << step;
+        EXPECT_EQ(report->taken, step % 3 != 2) << step;
       }
       signatures[static_cast<std::size_t>(comm.rank())] = traced.signatures();
     });
@@ -629,7 +660,8 @@ TEST(DistributedAdam, ASlowRankChangesNothing) {
   scenario.steps = 3;
   scenario.digest_after = {2};
   const test::Facts expected = run_world(1, scenario);
-  for (const Traffic traffic : {Traffic::kGradient, Traffic::kStatistics, Traffic::kScales, Traffic::kPlanes}) {
+  for (const Traffic traffic :
+       {Traffic::kGradient, Traffic::kStatistics, Traffic::kScales, Traffic::kPlanes}) {
     run_ranks(3, [&](Communicator& comm) {
       std::vector<Fault> faults;
       if (comm.rank() == 1) {
@@ -645,7 +677,8 @@ TEST(DistributedAdam, AFailureInsideAStepIsAPeerErrorOnAllRanksWithinTheDeadline
   for (const FaultKind kind : {FaultKind::kThrow, FaultKind::kFailWait, FaultKind::kBadAlloc}) {
     for (const Traffic traffic :
          {Traffic::kGradient, Traffic::kStatistics, Traffic::kPlanes, Traffic::kPlain, Traffic::kScales}) {
-      SCOPED_TRACE("fault " + std::to_string(static_cast<int>(kind)) + ", " + std::string(traffic_name(traffic)));
+      SCOPED_TRACE("fault " + std::to_string(static_cast<int>(kind)) + ", " +
+                   std::string(traffic_name(traffic)));
       const auto begin = std::chrono::steady_clock::now();
       std::vector<std::string> outcome(3);
       run_ranks(
@@ -681,22 +714,25 @@ TEST(DistributedAdam, AFailureInsideAStepIsAPeerErrorOnAllRanksWithinTheDeadline
 
 TEST(DistributedAdam, ARankThatNeverComesIsNamedByTheOthers) {
   std::vector<int> culprits(3, -7);
+  std::atomic<int> failed = 0;
   run_ranks(
       3,
       [&](Communicator& comm) {
-        const auto side = comm.split(0, comm.rank());
         Published rank(comm);
         if (comm.rank() == 2) {
-          std::this_thread::sleep_for(std::chrono::milliseconds(1500));
+          for (int i = 0; i < 1000 && failed < 2; ++i) {
+            std::this_thread::sleep_for(std::chrono::milliseconds(10));
+          }
           return;
         }
         try {
           rank.opt.step();
         } catch (const PeerError& error) {
           culprits[static_cast<std::size_t>(comm.rank())] = error.failure().culprit_rank;
+          ++failed;
         }
       },
-      0.5);
+      1.5);
   EXPECT_EQ(culprits[0], 2);
   EXPECT_EQ(culprits[1], 2);
 }
@@ -763,7 +799,8 @@ TEST(DistributedAdam, MemoryIsKeptUntilTheGathersInFlightAreComplete) {
   run_ranks(2, [&](Communicator& comm) {
     const auto poisoning = std::make_shared<PoisoningAllocator>();
     FaultyCommunicator faulty(comm);
-    auto opt = std::make_unique<DistributedAdam>(scenario.specs, scenario.config, faulty, Device(), poisoning);
+    auto opt =
+        std::make_unique<DistributedAdam>(scenario.specs, scenario.config, faulty, Device(), poisoning);
     test::set_all_initial(*opt, scenario.specs);
     opt->publish();
     test::feed(*opt, scenario, 0, comm.rank(), 2);
@@ -806,7 +843,8 @@ TEST(DistributedAdam, MemoryIsKeptUntilTheGradientsInFlightAreReduced) {
 
 TEST(DistributedAdam, ARankThatCanNotAllocateMakesTheOthersFailAtOnce) {
   std::vector<std::string> outcome(2);
-  const auto begin = std::chrono::steady_clock::now();
+  std::atomic<bool> other_failed = false;
+  bool failed_while_this_rank_stayed = false;
   run_ranks(
       2,
       [&](Communicator& comm) {
@@ -824,13 +862,17 @@ TEST(DistributedAdam, ARankThatCanNotAllocateMakesTheOthersFailAtOnce) {
         } catch (const std::bad_alloc&) {
           mine = "bad_alloc";
           // A trainer that stays here, busy with something else, must not keep the others waiting.
-          std::this_thread::sleep_for(std::chrono::milliseconds(3000));
+          for (int i = 0; i < 1000 && !other_failed; ++i) {
+            std::this_thread::sleep_for(std::chrono::milliseconds(10));
+          }
+          failed_while_this_rank_stayed = other_failed;
         }
+        if (comm.rank() == 0) other_failed = true;
       },
       20);
+  EXPECT_TRUE(failed_while_this_rank_stayed);
   EXPECT_EQ(outcome[0], "PeerError");
   EXPECT_EQ(outcome[1], "bad_alloc");
-  (void)begin;
 }
 
 }  // namespace

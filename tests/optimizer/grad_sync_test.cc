@@ -172,7 +172,8 @@ TEST(GradSync, AnOverwriteGradientOfAnEarlierMicroBatchIsNotOld) {
 }
 
 TEST(GradSync, ATiedStorageWaitsForAllItsNamesAndCountsAsFreshWithOne) {
-  std::vector<ParamSpec> specs = {spec("embed", {256}, ParamFormat::kFp32), spec("body", {256}, ParamFormat::kFp32),
+  std::vector<ParamSpec> specs = {spec("embed", {256}, ParamFormat::kFp32),
+                                  spec("body", {256}, ParamFormat::kFp32),
                                   spec("head", {256}, ParamFormat::kFp32)};
   specs[2].tied_to = "embed";
   for (ParamSpec& s : specs) s.grad_mode = GradMode::kOverwrite;

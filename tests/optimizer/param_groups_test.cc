@@ -44,8 +44,8 @@ TEST(ParamGroups, WithoutGroupsEverythingIsInTheDefault) {
 
 TEST(ParamGroups, TheFirstPatternThatMatchesWins) {
   const Layout layout = layout_of({"layer0.norm", "layer0.qkv", "layer1.norm", "head"});
-  const ParamGroups groups = make_param_groups(
-      config_with({{"*.norm", "norms", 2, 0}, {"layer0.*", "", 0.5, 4}}), layout.params());
+  const ParamGroups groups =
+      make_param_groups(config_with({{"*.norm", "norms", 2, 0}, {"layer0.*", "", 0.5, 4}}), layout.params());
   EXPECT_EQ(groups.group_of, std::vector<int>({1, 2, 1, 0}));
   EXPECT_EQ(groups.groups[1].name, "norms");
   EXPECT_EQ(groups.groups[1].peak_lr, 1.0);
@@ -57,8 +57,7 @@ TEST(ParamGroups, TheFirstPatternThatMatchesWins) {
 
 TEST(ParamGroups, PatternsAreShellWildcards) {
   const Layout layout = layout_of({"block.0.w", "block.1.w", "block.12.w"});
-  const ParamGroups groups =
-      make_param_groups(config_with({{"block.[0-1].w", "", 1, 1}}), layout.params());
+  const ParamGroups groups = make_param_groups(config_with({{"block.[0-1].w", "", 1, 1}}), layout.params());
   EXPECT_EQ(groups.group_of, std::vector<int>({1, 1, 0}));
 }
 
@@ -67,10 +66,12 @@ TEST(ParamGroups, APatternWithoutAParamIsAnError) {
   const std::string text = thrown_message<ConfigError>([&] {
     make_param_groups(config_with({{"*norm", "", 1, 1}, {"bias*", "", 1, 1}}), layout.params());
   });
-  EXPECT_TRUE(contains(text, "optimizer.groups[1].match: 'bias*' matches none of the 2 params, the first of "
-                             "which is 'layer0.norm'"));
-  const std::string none = thrown_message<ConfigError>(
-      [&] { make_param_groups(config_with({{"*", "all", 1, 1}}), layout_of({}).params()); });
+  EXPECT_TRUE(contains(text,
+                       "optimizer.groups[1].match: 'bias*' matches none of the 2 params, the first of "
+                       "which is 'layer0.norm'"));
+  const std::string none = thrown_message<ConfigError>([&] {
+    make_param_groups(config_with({{"*", "all", 1, 1}}), layout_of({}).params());
+  });
   EXPECT_EQ(none, "optimizer.groups[0].match: '*' matches none of the 0 params");
 }
 

@@ -20,10 +20,10 @@ using test::run_ranks;
 using test::spec;
 
 std::vector<ParamSpec> specs_of_all_families() {
-  std::vector<ParamSpec> specs = {spec("both", {64, 64}, ParamFormat::kMxfp8, Storage::kBoth),
-                                  spec("row", {32, 64}, ParamFormat::kMxfp8, Storage::kRow),
-                                  spec("bf16", {33}, ParamFormat::kBf16), spec("fp32", {7}, ParamFormat::kFp32),
-                                  spec("frozen", {32, 32}, ParamFormat::kMxfp8, Storage::kBoth)};
+  std::vector<ParamSpec> specs = {
+      spec("both", {64, 64}, ParamFormat::kMxfp8, Storage::kBoth),
+      spec("row", {32, 64}, ParamFormat::kMxfp8, Storage::kRow), spec("bf16", {33}, ParamFormat::kBf16),
+      spec("fp32", {7}, ParamFormat::kFp32), spec("frozen", {32, 32}, ParamFormat::kMxfp8, Storage::kBoth)};
   specs[4].frozen = true;
   return specs;
 }
@@ -58,8 +58,8 @@ std::vector<std::string> signatures_of(GatherFormat format, SyncScope scope) {
 
 TEST(ParamSync, QuantizedGathersRowsThenReducesThenGathersColumnsLastBucketsFirst) {
   const std::vector<std::string> expected = {
-      "all_gather(uint8 x 4096, planes)",  "all_gather(uint8 x 2048, planes)",
-      "all_gather(bf16 x 128, plain)",     "all_gather(fp32 x 128, plain)",
+      "all_gather(uint8 x 4096, planes)",      "all_gather(uint8 x 2048, planes)",
+      "all_gather(bf16 x 128, plain)",         "all_gather(fp32 x 128, plain)",
       "all_reduce(max, uint8 x 1664, scales)", "all_gather(uint8 x 4096, planes)"};
   // Head 128; both: 128 * 4 row and 4 * 128 column scales; row: 128 * 4 row scales.
   EXPECT_EQ(signatures_of(GatherFormat::kQuantized, SyncScope::kTrainable), expected);
@@ -74,10 +74,10 @@ TEST(ParamSync, EverythingIncludesTheFrozenParams) {
 }
 
 TEST(ParamSync, Bf16GathersNoPlaneAndReducesOnlyTheStatus) {
-  const std::vector<std::string> expected = {
-      "all_gather(bf16 x 4096, high precision)", "all_gather(bf16 x 2048, high precision)",
-      "all_gather(bf16 x 128, plain)", "all_gather(fp32 x 128, plain)",
-      "all_reduce(max, uint8 x 128, scales)"};
+  const std::vector<std::string> expected = {"all_gather(bf16 x 4096, high precision)",
+                                             "all_gather(bf16 x 2048, high precision)",
+                                             "all_gather(bf16 x 128, plain)", "all_gather(fp32 x 128, plain)",
+                                             "all_reduce(max, uint8 x 128, scales)"};
   EXPECT_EQ(signatures_of(GatherFormat::kBf16, SyncScope::kTrainable), expected);
 }
 

@@ -66,8 +66,7 @@ TEST(Plan, AutomaticStorageFollowsTheBackwardOverride) {
 }
 
 TEST(Plan, AShapeThatDiffersIsNamedOnAllRanks) {
-  const auto texts =
-      messages<ContractError>(1, [](Input& input) { input.specs[0].shape = {33, 32}; });
+  const auto texts = messages<ContractError>(1, [](Input& input) { input.specs[0].shape = {33, 32}; });
   expect_on_all_ranks(texts, "params: rank 1 has 'a 33x32 bf16' where rank 0 has 'a 32x32 mxfp8 both'");
 }
 
@@ -81,7 +80,8 @@ TEST(Plan, AnotherOrderOfEqualSizesIsNamedOnAllRanks) {
     texts[static_cast<std::size_t>(comm.rank())] =
         thrown_message<ContractError>([&] { make_agreed_plan(specs, Config(), comm, Device()); });
   });
-  expect_on_all_ranks(texts, "params: rank 2 has 'p3 32x32 mxfp8 both' where rank 0 has 'p1 32x32 mxfp8 both'");
+  expect_on_all_ranks(texts,
+                      "params: rank 2 has 'p3 32x32 mxfp8 both' where rank 0 has 'p1 32x32 mxfp8 both'");
 }
 
 TEST(Plan, EveryConfigurationFieldIsCompared) {
@@ -98,7 +98,9 @@ TEST(Plan, EveryConfigurationFieldIsCompared) {
       {"scale_layout", [](Config& c) { c.precision.scale_layout = ScaleLayout::kGemm; }},
       {"warmup_steps", [](Config& c) { c.schedule.warmup_steps = 3; }},
       {"gather_format", [](Config& c) { c.parallel.gather_format = GatherFormat::kBf16; }},
-      {"lr_mult", [](Config& c) { c.optimizer.groups = {{"a", "", 2, 1}}; }}};
+      {"lr_mult", [](Config& c) {
+         c.optimizer.groups = {{"a", "", 2, 1}};
+       }}};
   for (const auto& [key, change] : changes) {
     SCOPED_TRACE(key);
     const auto texts = messages<ContractError>(2, [&](Input& input) { change(input.config); });
@@ -108,7 +110,8 @@ TEST(Plan, EveryConfigurationFieldIsCompared) {
 }
 
 TEST(Plan, AnotherBucketLimitOfRankZeroIsNamedOnAllRanks) {
-  const auto texts = messages<ContractError>(0, [](Input& input) { input.config.optimizer.bucket_elems = 4096; });
+  const auto texts =
+      messages<ContractError>(0, [](Input& input) { input.config.optimizer.bucket_elems = 4096; });
   expect_on_all_ranks(texts, "bucket_elems: rank 1 has '0' where rank 0 has '4096'");
   expect_on_all_ranks(texts, "bucket_elems: rank 2 has '0' where rank 0 has '4096'");
 }
@@ -123,8 +126,8 @@ TEST(Plan, ABadConfigurationOfAllRanksIsAConfigError) {
   run_ranks(3, [&](Communicator& comm) {
     Input input;
     input.config.optimizer.eps = -1;
-    texts[static_cast<std::size_t>(comm.rank())] = thrown_message<ConfigError>(
-        [&] { make_agreed_plan(input.specs, input.config, comm, Device()); });
+    texts[static_cast<std::size_t>(comm.rank())] =
+        thrown_message<ConfigError>([&] { make_agreed_plan(input.specs, input.config, comm, Device()); });
   });
   expect_on_all_ranks(texts, "`optimizer.eps` is -1");
 }
@@ -133,9 +136,9 @@ TEST(Plan, AWorldOfAnotherSizeIsRefusedWithBothNumbers) {
   run_ranks(2, [](Communicator& comm) {
     Input input;
     input.config.parallel.world_size = 4;
-    EXPECT_EQ(thrown_message<ConfigError>(
-                  [&] { make_agreed_plan(input.specs, input.config, comm, Device()); }),
-              "parallel.world_size is 4, but the communicator has 2 ranks");
+    EXPECT_EQ(
+        thrown_message<ConfigError>([&] { make_agreed_plan(input.specs, input.config, comm, Device()); }),
+        "parallel.world_size is 4, but the communicator has 2 ranks");
   });
 }
 

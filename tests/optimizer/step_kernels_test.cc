@@ -14,7 +14,9 @@ TEST(StepKernels, HostIsAlwaysBuiltIn) {
 }
 
 TEST(StepKernels, ADeviceWithoutABackendIsRefused) {
-  EXPECT_EQ(test::thrown_message<ConfigError>([] { StepKernels::make({}, Device{DeviceKind::kCuda, 0}); }),
+  EXPECT_EQ(test::thrown_message<ConfigError>([] {
+              StepKernels::make({}, Device{DeviceKind::kCuda, 0});
+            }),
             "parallel.device: cuda was asked for, but this build has no CUDA backend; allowed: host");
 }
 

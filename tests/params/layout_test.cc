@@ -614,6 +614,16 @@ TEST(Layout, NamesEveryProblemOfAListAtOnce) {
             "param 'u' (shape 32x32): tied_to 't' is itself tied; tie both to the same param");
 }
 
+TEST(Layout, NamesAreOneWord) {
+  for (const char* name : {"a b", "a\n", "\ta", "a\x7f"}) {
+    EXPECT_EQ(thrown_message<ConfigError>([&] {
+                Layout({spec(name, {32, 32})}, options_for(1));
+              }),
+              "param '" + std::string(name) + "': names must not contain white space or control characters");
+  }
+  EXPECT_NO_THROW(Layout({spec("layer.0/attn-qkv[1]", {32, 32})}, options_for(1)));
+}
+
 TEST(Layout, SizesThatNoByteCountCanHoldAreRefused) {
   // A zero dim does not hide the others.
   EXPECT_EQ(thrown_message<ConfigError>([] {

@@ -57,8 +57,8 @@ TEST(E8m0, IsMonotoneOverAllBf16Amaxes) {
 TEST(E8m0, MaximumOfCodesIsTheCodeOfTheMaximum) {
   std::mt19937 random(1);
   for (int trial = 0; trial < 1'000'000; ++trial) {
-    const std::uint32_t a = (random() & 0x7FFFu) << 16;
-    const std::uint32_t b = (random() & 0x7FFFu) << 16;
+    const auto a = static_cast<std::uint32_t>(random() & 0x7FFFu) << 16;
+    const auto b = static_cast<std::uint32_t>(random() & 0x7FFFu) << 16;
     ASSERT_EQ(std::max(e8m0_from_amax_bits(a), e8m0_from_amax_bits(b)), e8m0_from_amax_bits(std::max(a, b)))
         << std::hex << a << " and " << b;
   }

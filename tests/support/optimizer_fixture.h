@@ -9,9 +9,9 @@
 #include <cmath>
 #include <cstdint>
 #include <functional>
+#include <iterator>
 #include <limits>
 #include <memory>
-#include <iterator>
 #include <numeric>
 #include <optional>
 #include <span>
@@ -50,7 +50,8 @@ inline void set_kernel_threads([[maybe_unused]] int threads) {
 // ---------------------------------------------------------------------------------------------------------
 
 /// FNV-1a of bytes, continued from `seed`.
-inline std::uint64_t digest_bytes(const void* data, std::size_t bytes, std::uint64_t seed = 14695981039346656037u) {
+inline std::uint64_t digest_bytes(const void* data, std::size_t bytes,
+                                  std::uint64_t seed = 14695981039346656037u) {
   const auto* at = static_cast<const unsigned char*>(data);
   for (std::size_t i = 0; i < bytes; ++i) seed = (seed ^ at[i]) * 1099511628211u;
   return seed;
@@ -62,9 +63,11 @@ inline std::uint64_t name_seed(std::string_view name) {
 
 /// Full 24-bit mantissas, magnitudes from 2^-14 to 2, some zeros of both signs.
 inline std::vector<float> initial_values(std::string_view name, std::int64_t elems) {
+  const std::uint64_t seed = name_seed(name);
   std::vector<float> values;
+  values.reserve(static_cast<std::size_t>(elems));
   for (std::int64_t i = 0; i < elems; ++i) {
-    const std::uint64_t bits = mix(name_seed(name), 0, i);
+    const std::uint64_t bits = mix(seed, 0, i);
     const auto mantissa = static_cast<float>(static_cast<std::int64_t>(bits >> 39) - (std::int64_t{1} << 24));
     const int exponent = static_cast<int>(bits % 14);
     const float value = std::ldexp(mantissa, -24 - exponent);
@@ -75,42 +78,44 @@ inline std::vector<float> initial_values(std::string_view name, std::int64_t ele
 
 /// Gradients with 7 significant bits: sums of up to 16 equal ones, and halves, are exact in fp32 and bf16.
 inline std::vector<float> grad_values(std::string_view name, std::int64_t elems, int step) {
+  const std::uint64_t seed = name_seed(name) + 7;
+  const float unit = std::ldexp(1.0f, -10 - step % 6);
   std::vector<float> values;
+  values.reserve(static_cast<std::size_t>(elems));
   for (std::int64_t i = 0; i < elems; ++i) {
-    const std::uint64_t bits = mix(name_seed(name) + 7, step, i);
-    const auto small = static_cast<float>(static_cast<int>(bits % 255) - 127);
-    values.push_back(std::ldexp(small, -10 - step % 6));
+    values.push_back(unit * static_cast<float>(static_cast<int>(mix(seed, step, i) % 255) - 127));
   }
   return values;
 }
 
 inline void write_values(TypedSpan to, std::span<const float> values, float factor = 1) {
-  for (std::size_t i = 0; i < values.size(); ++i) {
-    if (to.dtype == DType::kFp32) {
-      to.as<float>()[i] = values[i] * factor;
-    } else {
-      to.as<Bf16>()[i] = fp32_to_bf16(values[i] * factor);
-    }
+  if (to.dtype == DType::kFp32) {
+    std::ranges::transform(values, to.as<float>().begin(), [&](float value) { return value * factor; });
+  } else {
+    std::ranges::transform(values, to.as<Bf16>().begin(),
+                           [&](float value) { return fp32_to_bf16(value * factor); });
   }
 }
 
 inline void add_values(TypedSpan to, std::span<const float> values, float factor) {
-  for (std::size_t i = 0; i < values.size(); ++i) {
-    if (to.dtype == DType::kFp32) {
-      to.as<float>()[i] += values[i] * factor;
-    } else {
-      Bf16& at = to.as<Bf16>()[i];
-      at = fp32_to_bf16(bf16_to_fp32(at) + values[i] * factor);
+  if (to.dtype == DType::kFp32) {
+    const std::span<float> sums = to.as<float>();
+    for (std::size_t i = 0; i < values.size(); ++i) sums[i] += values[i] * factor;
+  } else {
+    const std::span<Bf16> sums = to.as<Bf16>();
+    for (std::size_t i = 0; i < values.size(); ++i) {
+      sums[i] = fp32_to_bf16(bf16_to_fp32(sums[i]) + values[i] * factor);
     }
   }
 }
 
 inline std::vector<float> read_values(ConstTypedSpan from) {
-  std::vector<float> values;
-  for (std::int64_t i = 0; i < from.elems; ++i) {
-    const auto at = static_cast<std::size_t>(i);
-    values.push_back(from.dtype == DType::kFp32 ? from.as<float>()[at] : bf16_to_fp32(from.as<Bf16>()[at]));
+  if (from.dtype == DType::kFp32) {
+    const std::span<const float> values = from.as<float>();
+    return {values.begin(), values.end()};
   }
+  std::vector<float> values;
+  for (const Bf16 value : from.as<Bf16>()) values.push_back(bf16_to_fp32(value));
   return values;
 }
 
@@ -118,8 +123,8 @@ inline std::vector<float> read_values(ConstTypedSpan from) {
 // Param lists
 // ---------------------------------------------------------------------------------------------------------
 
-inline ParamSpec spec(std::string name, std::vector<std::int64_t> shape, std::optional<ParamFormat> format = {},
-                      std::optional<Storage> storage = {}) {
+inline ParamSpec spec(std::string name, std::vector<std::int64_t> shape,
+                      std::optional<ParamFormat> format = {}, std::optional<Storage> storage = {}) {
   ParamSpec result;
   result.name = std::move(name);
   result.shape = std::move(shape);
@@ -186,9 +191,9 @@ inline ::testing::AssertionResult same_facts(const Facts& expected, const Facts&
       return ::testing::AssertionFailure() << expected.size() << " facts against " << actual.size();
     }
     if (expected[i] == actual[i]) continue;
-    return ::testing::AssertionFailure() << "first difference: expected '" << expected[i].label << "' "
-                                         << expected[i].bits << ", got '" << actual[i].label << "' "
-                                         << actual[i].bits;
+    return ::testing::AssertionFailure()
+           << "first difference: expected '" << expected[i].label << "' " << expected[i].bits << ", got '"
+           << actual[i].label << "' " << actual[i].bits;
   }
   return ::testing::AssertionSuccess();
 }
@@ -217,8 +222,8 @@ inline Facts state_facts(DistributedAdam& opt, Communicator& side, const std::st
     const auto add_owned = [&](const char* what, std::span<const float> values) {
       std::uint64_t sum = 0;
       for (std::size_t i = 0; i < values.size(); ++i) {
-        sum += mix(std::bit_cast<std::uint32_t>(values[i]), 3,
-                   slice.param_begin + static_cast<std::int64_t>(i));
+        sum +=
+            mix(std::bit_cast<std::uint32_t>(values[i]), 3, slice.param_begin + static_cast<std::int64_t>(i));
       }
       owned_labels.push_back(when + param.name + what);
       owned_sums.push_back(static_cast<std::int64_t>(sum));
@@ -298,8 +303,8 @@ struct Scenario {
   int steps = 20;
   int threads = 1;
   bool with_skips = true;
-  bool with_changes = true;         // hyper-parameters and masters are changed between steps
-  bool nan_padding = false;         // NaN in all gradient padding before every step
+  bool with_changes = true;                         // hyper-parameters and masters are changed between steps
+  bool nan_padding = false;                         // NaN in all gradient padding before every step
   std::vector<int> digest_after = {-1, 5, 10, 19};  // steps; -1: the first publish
 };
 
@@ -370,13 +375,15 @@ inline void feed(DistributedAdam& opt, const Scenario& scenario, int step, int r
       if (!is_fed(s, step)) continue;
       const GradView grad = opt.grad(s.name);
       const bool is_shared = s.name == "head.weight" || s.name == "embed.weight";
-      const std::vector<float> values = grad_values(is_shared ? "embed.weight" : s.name, grad.data.elems, step);
+      const std::vector<float> values =
+          grad_values(is_shared ? "embed.weight" : s.name, grad.data.elems, step);
       if (grad.mode == GradMode::kOverwrite) {
         if (last) write_values(grad.data, values, scale);
       } else {
         add_values(grad.data, values, scale / static_cast<float>(micro_batches * (is_shared ? 2 : 1)));
       }
-      if (last && scenario.with_skips && s.name == "stack" && rank == step % size && (step == 4 || step == 5)) {
+      if (last && scenario.with_skips && s.name == "stack" && rank == step % size &&
+          (step == 4 || step == 5)) {
         const float bad[] = {step == 4 ? std::numeric_limits<float>::quiet_NaN()
                                        : -std::numeric_limits<float>::infinity()};
         write_values(grad.data.sub(grad.data.elems - 1, 1), bad);
@@ -502,7 +509,8 @@ inline void expect_oracle_bytes(DistributedAdam& opt, Communicator& side, bool g
       if (!param.family.has_column()) continue;
       const MxView planes = opt.wait_param(param.name, Plane::kColumn).planes;
       EXPECT_TRUE(bits_equal(expected.column_data, bytes(planes.column_data, expected.column_data.size())));
-      EXPECT_TRUE(bits_equal(expected.column_scales, bytes(planes.column_scales, expected.column_scales.size())));
+      EXPECT_TRUE(
+          bits_equal(expected.column_scales, bytes(planes.column_scales, expected.column_scales.size())));
     }
   }
 }

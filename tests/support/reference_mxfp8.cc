@@ -39,7 +39,8 @@ const std::array<double, 127> kMagnitudes = e4m3_magnitudes();
 /// The largest amax that each scale 2^(code - 127) holds.
 std::array<double, 254> held_amaxes() {
   std::array<double, 254> values{};
-  for (int code = 0; code < 254; ++code) values[static_cast<std::size_t>(code)] = std::ldexp(448.0, code - 127);
+  for (int code = 0; code < 254; ++code)
+    values[static_cast<std::size_t>(code)] = std::ldexp(448.0, code - 127);
   return values;
 }
 

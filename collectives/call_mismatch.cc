@@ -1,4 +1,4 @@
-#include "mxopt/collectives/agreement.h"
+#include "mxopt/collectives/call_mismatch.h"
 
 #include <cstddef>
 #include <utility>
