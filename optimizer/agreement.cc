@@ -37,7 +37,7 @@ std::string first_difference(const std::string& mine, const std::string& referen
 }
 
 std::string reference_text(Communicator& comm, const std::string& mine) {
-  std::vector<std::int64_t> bytes = {static_cast<std::int64_t>(mine.size())};
+  std::vector<std::int64_t> bytes(1, static_cast<std::int64_t>(mine.size()));
   comm.broadcast(std::span(bytes), 0, Traffic::kControl).wait();
   std::vector<std::uint8_t> text(static_cast<std::size_t>(bytes[0]));
   if (comm.rank() == 0) std::ranges::copy(mine, text.begin());

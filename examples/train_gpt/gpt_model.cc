@@ -136,9 +136,10 @@ class GptModel::Impl {
     return loss_.item<double>();
   }
 
-  void backward(double factor) {
+  void backward(double loss_factor, double grad_factor) {
     MXOPT_CHECK(loss_.defined(), "backward() without a forward()");
-    loss_.backward(at::full({}, factor, at::kFloat));
+    params_.set_grad_factor(grad_factor);
+    loss_.backward(at::full({}, loss_factor, at::kFloat));
     loss_.reset();
   }
 
@@ -186,8 +187,8 @@ void GptModel::set_initial_values(std::uint64_t seed) {
 double GptModel::forward(std::span<const std::uint8_t> sequences) {
   return impl_->forward(sequences);
 }
-void GptModel::backward(double factor) {
-  impl_->backward(factor);
+void GptModel::backward(double loss_factor, double grad_factor) {
+  impl_->backward(loss_factor, grad_factor);
 }
 double GptModel::take_wait_ms() {
   return impl_->take_wait_ms();

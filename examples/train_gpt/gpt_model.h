@@ -41,8 +41,9 @@ class GptModel {
   /// sequences  [n, seq_len + 1] bytes: inputs are the first seq_len of a row, targets the last.
   double forward(std::span<const std::uint8_t> sequences);
 
-  /// Adds the gradients of factor * loss of the last forward() into the optimizer's gradient views.
-  void backward(double factor);
+  /// Adds the gradients of loss_factor * loss of the last forward() into the optimizer's gradient views, then
+  /// multiplies those views by grad_factor: the mean over micro-batches is taken with the last one.
+  void backward(double loss_factor, double grad_factor);
 
   /// Time spent waiting for planes since the last call.
   double take_wait_ms();

@@ -71,6 +71,11 @@ at::Tensor ParamAccess::grad(const std::string& name) const {
   return tensor_over(view.data, view.shape);
 }
 
+void ParamAccess::grad_ready(const std::string& name) {
+  if (grad_factor_ != 1) grad(name).mul_(grad_factor_);
+  optimizer_.grad_ready(name);
+}
+
 double ParamAccess::take_wait_ms() {
   return std::exchange(wait_ms_, 0.0);
 }

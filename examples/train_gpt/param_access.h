@@ -33,7 +33,10 @@ class ParamAccess {
 
   /// The param's gradient in the optimizer's own memory.
   at::Tensor grad(const std::string& name) const;
-  void grad_ready(const std::string& name) { optimizer_.grad_ready(name); }
+  /// The param's gradient is complete for this micro-batch: scales it and tells the optimizer.
+  void grad_ready(const std::string& name);
+  /// What grad_ready() multiplies gradients by from now on.
+  void set_grad_factor(double factor) { grad_factor_ = factor; }
 
   /// Time spent waiting for planes since the last call.
   double take_wait_ms();
@@ -46,6 +49,7 @@ class ParamAccess {
   mxopt::BackwardOverride backward_override_;
   at::Tensor scratch_;
   double wait_ms_ = 0;
+  double grad_factor_ = 1;
 };
 
 }  // namespace train_gpt

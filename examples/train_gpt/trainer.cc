@@ -125,20 +125,21 @@ StepMetrics Trainer::train_step(std::int64_t step) {
 
 Trainer::Gradients Trainer::compute_gradients(std::int64_t step) {
   // Rank r of W takes micro-batches [r * share, (r + 1) * share) of the global batch; the optimizer's
-  // reduction averages over ranks, so a rank divides by its own share only.
+  // reduction averages over ranks, so a rank divides by its own share only. Why at the end: so each
+  // micro-batch is computed with the same rounding for every W.
   const std::int64_t share = config_.train.micro_batches() / comm_->size();
   const std::int64_t first = comm_->rank() * share;
-  const double factor = optimizer_.loss_scale()[0] / static_cast<double>(share);
   Gradients sum;
   for (std::int64_t i = 0; i < share; ++i) {
     const auto sequences = data_.micro_batch(static_cast<std::uint64_t>(config_.train.seed), step, first + i,
                                              config_.train.micro_batch);
-    optimizer_.begin_backward(i + 1 == share);
+    const bool last = i + 1 == share;
+    optimizer_.begin_backward(last);
     Stopwatch watch;
     sum.loss += model_.forward(sequences) / static_cast<double>(share);
     const double forward_wait_ms = model_.take_wait_ms();
     sum.forward_ms += watch.lap_ms() - forward_wait_ms;
-    model_.backward(factor);
+    model_.backward(optimizer_.loss_scale()[0], last ? 1.0 / static_cast<double>(share) : 1.0);
     const double backward_wait_ms = model_.take_wait_ms();
     sum.backward_ms += watch.lap_ms() - backward_wait_ms;
     sum.wait_ms += forward_wait_ms + backward_wait_ms;

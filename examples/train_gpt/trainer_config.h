@@ -34,7 +34,7 @@ struct ModelConfig {
   std::int64_t hidden = 192;
   std::int64_t heads = 6;
   std::int64_t ffn_mult = 4;
-  double init_std = 0.02;
+  double init_std = 0.06;
   mxopt::ParamFormat embeddings = mxopt::ParamFormat::kBf16;
   mxopt::ParamFormat norms = mxopt::ParamFormat::kBf16;
 };

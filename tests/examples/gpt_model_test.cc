@@ -36,7 +36,7 @@ TEST(GptModel, GradientIsTheDerivativeOfTheLoss) {
     bytes[i] = static_cast<std::uint8_t>(random_bits(5, 0, i) % 7);
   optimizer.begin_backward();
   model.forward(bytes);
-  model.backward(1.0);
+  model.backward(1.0, 1.0);
 
   // For each param: the slope along its own gradient is the gradient's norm.
   for (const mxopt::ParamLayout& param : optimizer.layout().params()) {
