@@ -16,6 +16,6 @@ endif()
 if(MXOPT_SANITIZE)
   target_compile_options(mxopt_build_flags INTERFACE
     $<$<COMPILE_LANGUAGE:CXX>:-fsanitize=${MXOPT_SANITIZE} -fno-omit-frame-pointer
-      -fno-sanitize-recover=all -DMXOPT_SANITIZED=1>)
+      -fno-sanitize-recover=all -DMXOPT_SANITIZED=1 -DMXOPT_NO_HOST_CLONES=1>)
   target_link_options(mxopt_build_flags INTERFACE -fsanitize=${MXOPT_SANITIZE})
 endif()

@@ -29,7 +29,7 @@ function(mxopt_layer name)
     CXX_EXTENSIONS OFF)
   target_compile_features(mxopt_${name} PUBLIC cxx_std_20)
   target_include_directories(mxopt_${name} PUBLIC
-    $<BUILD_INTERFACE:${root}> $<INSTALL_INTERFACE:include>)
+    $<BUILD_INTERFACE:${root}> $<INSTALL_INTERFACE:${CMAKE_INSTALL_INCLUDEDIR}>)
   target_link_libraries(mxopt_${name}
     PUBLIC ${arg_DEPENDS}
     PRIVATE $<BUILD_INTERFACE:mxopt_build_flags> ${arg_LIBRARIES})

@@ -3,7 +3,8 @@
 // A communicator belongs to one thread of one rank. Every rank of the group calls the same operations with
 // the same sizes, types and tags in the same order. Calls enqueue and return; the returned Work says when a
 // call is complete, and until then the caller must not touch the buffers. An operation of zero elements is
-// still a call of the group. Every wait has the deadline the communicator was made with; a late, dead or
+// still a call of the group. Every wait ends at the deadline the communicator was made with, counted
+// from the wait (for test(), from the first one), not from the call; a late, dead or
 // desynchronised peer is a PeerError.
 #pragma once
 

@@ -13,7 +13,8 @@ enum class Transport { kAuto, kSelf, kMpi };
 std::string_view transport_name(Transport transport);
 
 struct CommunicatorOptions {
-  /// kAuto is MPI where it is built in, initialised and has more than one rank, else self.
+  /// kAuto is MPI where it is built in, initialised and has more than one rank, else self. A trainer that
+  /// forgot MPI_Init is alone then: world_size, or describe(), tells.
   Transport transport = Transport::kAuto;
   double timeout_s = 600;          // of every wait
   const void* mpi_comm = nullptr;  // address of the caller's MPI_Comm; null: MPI_COMM_WORLD

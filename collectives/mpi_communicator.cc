@@ -275,8 +275,8 @@ struct MpiCommunicator::Operation {
   /// How a chunk travels.
   enum class Path { kBarrier, kBroadcast, kGather, kNativeReduce, kGatherAndSum, kExchangeAndSum };
 
-  Operation(const Call& call_, Path path_, ChunkPlan plan_, double timeout_s, void* out_, const void* in_)
-      : call(call_), path(path_), plan(plan_), deadline(timeout_s), out(out_), in(in_) {}
+  Operation(const Call& call_, Path path_, ChunkPlan plan_, void* out_, const void* in_)
+      : call(call_), path(path_), plan(plan_), out(out_), in(in_) {}
 
   bool uses_scratch() const { return path == Path::kGatherAndSum || path == Path::kExchangeAndSum; }
   std::int64_t chunks() const { return path == Path::kBarrier ? 1 : plan.chunks(); }
@@ -284,8 +284,8 @@ struct MpiCommunicator::Operation {
 
   Call call;
   Path path;
-  ChunkPlan plan;  // of the shard, where there is one
-  Deadline deadline;
+  ChunkPlan plan;                    // of the shard, where there is one
+  std::optional<Deadline> deadline;  // from the first look at the call, and anew from each wait
   void* out;
   const void* in;
 
@@ -373,7 +373,7 @@ std::shared_ptr<MpiCommunicator::Operation> MpiCommunicator::Engine::start(const
   const bool through_scratch = path == Path::kExchangeAndSum || path == Path::kGatherAndSum;
   const ChunkPlan plan(call.elems, dtype_bytes(call.dtype),
                        through_scratch ? chunk_bytes_ / size_ : chunk_bytes_);
-  auto operation = std::make_shared<Operation>(call, path, plan, timeout_s_, out, in);
+  auto operation = std::make_shared<Operation>(call, path, plan, out, in);
   bulletin_->post(call);
   active_.push_back(operation);
   progress();
@@ -497,7 +497,13 @@ void MpiCommunicator::Engine::complete(Operation& operation) {
 }
 
 void MpiCommunicator::Engine::fail(const std::shared_ptr<Operation>& operation, std::exception_ptr error) {
-  if (!operation->requests.empty()) abandoned_.push_back(operation);
+  if (operation->requests.empty()) {
+    give_scratch(*operation);
+  } else {
+    // MPI may still write into the scratch, so it stays with the call.
+    abandoned_.push_back(operation);
+    if (operation->scratch.bytes() > 0) --lanes_in_use_;
+  }
   try {
     if (const auto found =
             bulletin_->disagreement(operation->call)) {  // more telling than what MPI says of it
@@ -512,6 +518,7 @@ void MpiCommunicator::Engine::fail(const std::shared_ptr<Operation>& operation, 
 
 bool MpiCommunicator::Engine::settled(Operation& operation) {
   if (operation.error) std::rethrow_exception(operation.error);
+  if (!operation.deadline.has_value()) operation.deadline.emplace(timeout_s_);
   if (!operation.done) {
     const int absent = bulletin_->absent(Bulletin::Presence::kLeaving, operation.call.sequence);
     if (absent >= 0) {
@@ -519,12 +526,13 @@ bool MpiCommunicator::Engine::settled(Operation& operation) {
                        "rank " + std::to_string(absent) + " has left the group after " +
                            std::to_string(bulletin_->issued(absent)) + " calls");
     }
-    if (operation.deadline.passed()) fail_late(operation);
+    if (operation.deadline->passed()) fail_late(operation);
   }
   return operation.done;
 }
 
 void MpiCommunicator::Engine::wait(Operation& operation) {
+  operation.deadline.emplace(timeout_s_);
   while (true) {
     progress();
     if (settled(operation)) return;
@@ -555,7 +563,7 @@ void MpiCommunicator::Engine::throw_peer_error(const Operation& operation, int c
                                                const std::string& reason) {
   PeerError error({.operation = operation.call.signature(),
                    .sequence = operation.call.sequence,
-                   .elapsed_ms = operation.deadline.elapsed_ms(),
+                   .elapsed_ms = operation.deadline.has_value() ? operation.deadline->elapsed_ms() : 0.0,
                    .rank = rank_,
                    .culprit_rank = culprit_rank,
                    .host = host_name(),  // a culprit that can be named is on this node

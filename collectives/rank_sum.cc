@@ -12,7 +12,7 @@ namespace mxopt {
 namespace {
 
 // Why: the running sums of one block stay in the first-level cache while the pieces stream by.
-constexpr std::int64_t kBlockElems = 2048;
+constexpr std::int64_t kPieceElems = 2048;
 
 float widen(float x) {
   return x;
@@ -29,10 +29,10 @@ void round_to(Bf16* to, float x) {
 
 template <class T>
 void sum_floats(T* to, std::span<const void* const> pieces, std::int64_t elems, ReduceOp op) {
-  alignas(64) std::array<float, kBlockElems> sum;
+  alignas(64) std::array<float, kPieceElems> sum;
   const auto ranks = static_cast<float>(pieces.size());
-  for (std::int64_t begin = 0; begin < elems; begin += kBlockElems) {
-    const auto count = static_cast<std::size_t>(std::min(kBlockElems, elems - begin));
+  for (std::int64_t begin = 0; begin < elems; begin += kPieceElems) {
+    const auto count = static_cast<std::size_t>(std::min(kPieceElems, elems - begin));
     const T* first = static_cast<const T*>(pieces[0]) + begin;
     for (std::size_t i = 0; i < count; ++i) sum[i] = widen(first[i]);
     for (const void* piece : pieces.subspan(1)) {
@@ -49,9 +49,9 @@ void sum_floats(T* to, std::span<const void* const> pieces, std::int64_t elems, 
 /// The same with an accumulator of the element's own type, for the operations that never round.
 template <class T, class Combine>
 void combine_integers(T* to, std::span<const void* const> pieces, std::int64_t elems, Combine combine) {
-  alignas(64) std::array<T, kBlockElems> result;
-  for (std::int64_t begin = 0; begin < elems; begin += kBlockElems) {
-    const auto count = static_cast<std::size_t>(std::min(kBlockElems, elems - begin));
+  alignas(64) std::array<T, kPieceElems> result;
+  for (std::int64_t begin = 0; begin < elems; begin += kPieceElems) {
+    const auto count = static_cast<std::size_t>(std::min(kPieceElems, elems - begin));
     std::copy_n(static_cast<const T*>(pieces[0]) + begin, count, result.begin());
     for (const void* piece : pieces.subspan(1)) {
       const T* next = static_cast<const T*>(piece) + begin;

@@ -5,6 +5,7 @@
 #include <cstring>
 #include <map>
 #include <mutex>
+#include <optional>
 #include <utility>
 
 #include "mxopt/collectives/call_mismatch.h"
@@ -317,13 +318,16 @@ void ThreadCommunicator::Group::perform_split(Slot& slot) {
 class ThreadCommunicator::CallState final : public Work::State {
  public:
   CallState(std::shared_ptr<Group> group, int rank, Post post)
-      : group_(std::move(group)),
-        rank_(rank),
-        deadline_(group_->timeout_s()),
-        slot_(group_->post(rank, std::move(post))) {}
+      : group_(std::move(group)), rank_(rank), slot_(group_->post(rank, std::move(post))) {}
 
-  bool test() override { return group_->settle(*slot_, rank_, deadline_, false); }
-  void wait() override { group_->settle(*slot_, rank_, deadline_, true); }
+  bool test() override {
+    if (!deadline_.has_value()) deadline_.emplace(group_->timeout_s());
+    return group_->settle(*slot_, rank_, *deadline_, false);
+  }
+  void wait() override {
+    deadline_.emplace(group_->timeout_s());
+    group_->settle(*slot_, rank_, *deadline_, true);
+  }
   void join(StreamRef) override { wait(); }
 
   /// What a completed split has given to this rank.
@@ -332,7 +336,7 @@ class ThreadCommunicator::CallState final : public Work::State {
  private:
   std::shared_ptr<Group> group_;
   int rank_;
-  Deadline deadline_;
+  std::optional<Deadline> deadline_;  // from the first test(), and anew from each wait()
   std::shared_ptr<Slot> slot_;
 };
 

@@ -147,9 +147,7 @@ void describe_parallel(ConfigSchema& schema, ParallelConfig& config) {
   constexpr double kMaxTimeout = 1e6;  // about 12 days; counts of nanoseconds do not overflow
   schema
       .add("parallel.transport", config.transport,
-           {{"auto", TransportChoice::kAuto},
-            {"self", TransportChoice::kSelf},
-            {"mpi", TransportChoice::kMpi}},
+           {{"auto", Transport::kAuto}, {"self", Transport::kSelf}, {"mpi", Transport::kMpi}},
            "How ranks talk; auto: mpi if MPI is initialised with more than one rank, else self.")
       .alias("backend")
       .alias("distributed_backend");
@@ -224,7 +222,7 @@ std::vector<Conflict> find_conflicts(const Config& config, DecaySteps decay_step
                                                          min.str()});
   }
   find_schedule_conflicts(config, decay_steps, found);
-  if (config.parallel.transport == TransportChoice::kSelf && config.parallel.world_size > 1) {
+  if (config.parallel.transport == Transport::kSelf && config.parallel.world_size > 1) {
     found.push_back({"parallel.world_size", is_value("parallel.world_size", config.parallel.world_size) +
                                                 "0 or 1 when `parallel.transport` is self"});
   }
@@ -255,6 +253,14 @@ void validate(const Config& config, const ConfigSchema& schema, DecaySteps decay
 }
 
 }  // namespace
+
+CommunicatorOptions communicator_options(const ParallelConfig& parallel) {
+  CommunicatorOptions options;
+  options.transport = parallel.transport;
+  options.timeout_s = parallel.timeout_s;
+  options.world_size = static_cast<int>(parallel.world_size);
+  return options;
+}
 
 Storage resolved_storage(const PrecisionConfig& precision) {
   switch (precision.storage) {

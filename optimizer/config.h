@@ -9,6 +9,7 @@
 #include <string>
 #include <vector>
 
+#include "mxopt/collectives/make_communicator.h"
 #include "mxopt/params/dtype.h"
 #include "mxopt/params/param_spec.h"
 #include "mxopt/quant/mxfp8.h"
@@ -26,7 +27,6 @@ enum class StorageChoice { kRow, kBoth, kAuto };
 /// planes.
 enum class BackwardOverride { kNone, kHighPrecision, kDequantized };
 enum class ScheduleKind { kConstant, kLinear, kCosine };
-enum class TransportChoice { kAuto, kSelf, kMpi };
 enum class DeviceChoice { kAuto, kHost };
 /// What the gather after a step moves: the quantized planes, or BF16 values that every rank quantizes itself.
 enum class GatherFormat { kQuantized, kBf16 };
@@ -79,7 +79,7 @@ struct ScheduleConfig {
 };
 
 struct ParallelConfig {
-  TransportChoice transport = TransportChoice::kAuto;
+  Transport transport = Transport::kAuto;
   DeviceChoice device = DeviceChoice::kAuto;
   double timeout_s = 100;
   double init_timeout_s = 300;
@@ -93,6 +93,9 @@ struct Config {
   ScheduleConfig schedule;
   ParallelConfig parallel;
 };
+
+/// What make_communicator() needs: transport, deadline and world size.
+CommunicatorOptions communicator_options(const ParallelConfig& parallel);
 
 /// The storage that kAuto stands for, or the one that was chosen.
 Storage resolved_storage(const PrecisionConfig& precision);

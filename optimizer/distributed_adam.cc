@@ -4,6 +4,7 @@
 #include <chrono>
 #include <cmath>
 #include <cstring>
+#include <exception>
 #include <sstream>
 
 #include "mxopt/optimizer/agreement.h"
@@ -41,6 +42,12 @@ std::uint64_t hash_number(double value, std::uint64_t seed) {
   char bytes[sizeof(value)];
   std::memcpy(bytes, &value, sizeof(value));
   return hash64({bytes, sizeof(bytes)}, seed);
+}
+
+std::string quoted_list(const std::vector<std::string>& names) {
+  std::string list;
+  for (const std::string& name : names) list += (list.empty() ? "'" : ", '") + name + "'";
+  return list;
 }
 
 /// A local failure after messages began makes the peers fail too instead of wait. A PeerError is no local
@@ -185,8 +192,13 @@ class DistributedAdam::Impl {
   }
 
   StepReport step(StreamRef stream) {
-    MXOPT_CHECK(published_,
-                "step: no weight was published yet; call set_initial() for every param, then publish()");
+    // publish() is collective, so this is so on every rank or on none.
+    if (!published_) {
+      const std::vector<std::string> names = names_with_status(locally_uninitialized(), 1);
+      throw ContractError(
+          "step: no weight was published yet; call set_initial() for every param, then publish()" +
+          (names.empty() ? "" : "; without an initial value: " + quoted_list(names)));
+    }
     StepRecord record;
     StepStatistics statistics;
     PhaseClock clock;
@@ -235,11 +247,12 @@ class DistributedAdam::Impl {
   }
 
   void require_current(std::string_view name, const ParamView& view, Plane plane) const {
-    layout().find(name);
+    const int id = layout().find(name);
+    const std::int64_t current = param_sync_.version(id, plane);
     const std::int64_t held = plane == Plane::kRow ? view.row_version : view.column_version;
-    MXOPT_CHECK(held == param_sync_.version() && held > 0,
-                "the " << plane_name(plane) << " plane of param '" << name << "' was read at version " << held
-                       << ", but version " << param_sync_.version() << " is current: call wait_param first");
+    MXOPT_CHECK(held == current && held > 0, "the " << plane_name(plane) << " plane of param '" << name
+                                                    << "' was read at version " << held << ", but version "
+                                                    << current << " is current: call wait_param first");
   }
 
   void set_lr(std::string_view group, double value) {
@@ -318,21 +331,26 @@ class DistributedAdam::Impl {
     std::ranges::transform(source, master, [](Bf16 value) { return bf16_to_fp32(value); });
   }
 
+  /// Collective: throws on every rank when a param has no initial value on one of them.
   void require_initialized(StreamRef stream) {
-    std::vector<std::uint8_t> missing(index(static_cast<int>(std::max<std::int64_t>(1, param_count()))), 0);
+    std::vector<std::uint8_t> missing = locally_uninitialized();
+    guarded(comm_,
+            [&] { comm_.all_reduce(std::span(missing), ReduceOp::kMax, Traffic::kControl, stream).wait(); });
+    const std::vector<std::string> names = names_with_status(missing, 1);
+    if (names.empty()) return;
+    throw ContractError("publish: " + std::to_string(names.size()) +
+                        " params have no initial value: " + quoted_list(names));
+  }
+
+  /// 1 for each param of which an owned element has no initial value; at least one entry.
+  std::vector<std::uint8_t> locally_uninitialized() const {
+    std::vector<std::uint8_t> missing(static_cast<std::size_t>(std::max<std::int64_t>(1, param_count())), 0);
     for (const Segment& segment : segments_) {
       if (!coverage_[index(segment.param)].covers(segment.param_begin, segment.param_begin + segment.elems)) {
         missing[index(segment.param)] = 1;
       }
     }
-    guarded(comm_,
-            [&] { comm_.all_reduce(std::span(missing), ReduceOp::kMax, Traffic::kControl, stream).wait(); });
-    const std::vector<std::string> names = names_with_status(missing, 1);
-    if (names.empty()) return;
-    std::string list;
-    for (const std::string& name : names) list += (list.empty() ? "'" : ", '") + name + "'";
-    throw ContractError("publish: " + std::to_string(names.size()) +
-                        " params have no initial value: " + list);
+    return missing;
   }
 
   std::vector<std::string> names_with_status(std::span<const std::uint8_t> status, std::uint8_t value) const {
@@ -475,9 +493,16 @@ class DistributedAdam::Impl {
 DistributedAdam::DistributedAdam(std::vector<ParamSpec> specs, const Config& config, Communicator& comm,
                                  Device device, std::shared_ptr<Allocator> allocator) {
   Plan plan = make_agreed_plan(std::move(specs), config, comm, device);
-  guarded(comm, [&] {
+  std::exception_ptr failure;
+  LayoutField problem = {"construction", ""};
+  try {
     impl_ = std::make_unique<Impl>(std::move(plan), config, comm, device, std::move(allocator));
-  });
+  } catch (const std::exception& error) {
+    failure = std::current_exception();
+    problem.text = error.what();
+  }
+  require_agreement(comm, std::span(&problem, 1));
+  if (failure) std::rethrow_exception(failure);
 }
 DistributedAdam::~DistributedAdam() = default;
 

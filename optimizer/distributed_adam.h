@@ -63,6 +63,8 @@ class DistributedAdam {
   ///         and field, a rank whose own list is bad included.
   DistributedAdam(std::vector<ParamSpec> specs, const Config& config, Communicator& comm, Device device = {},
                   std::shared_ptr<Allocator> allocator = nullptr);
+  /// Waits for what is in flight and drops its errors. After a PeerError under MPI, MPI may still use the
+  /// gradients and planes (see mpi_communicator.h): keep the object until the process ends.
   ~DistributedAdam();
   DistributedAdam(const DistributedAdam&) = delete;
   DistributedAdam& operator=(const DistributedAdam&) = delete;
@@ -86,6 +88,8 @@ class DistributedAdam {
   /// Throw ContractError for an unknown name, or a frozen param's gradient.
   GradView grad(std::string_view name) const;
   ParamView param(std::string_view name) const;
+  /// To restore a checkpoint of one's own: set_initial(name, param_begin, slice) for the masters, the spans
+  /// for the moments, set_steps_taken(), publish().
   OwnedSlice owned(std::string_view name);
 
   /// Starts a micro-batch. Gradients are communicated only in the last one of a step.

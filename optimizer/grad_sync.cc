@@ -48,7 +48,6 @@ void GradSync::ready(int param, StreamRef stream) {
                                     << "last use, and begin_backward() before the next micro-batch");
   ready_now_[static_cast<std::size_t>(param)] = 1;
   ready_ever_[static_cast<std::size_t>(param)] = 1;
-  ready_ever_[static_cast<std::size_t>(layout_.storage_of(param))] = 1;
   ++ready_in_bucket_[static_cast<std::size_t>(layout.bucket)];
   if (last_micro_batch_) issue_ready_buckets(stream);
 }

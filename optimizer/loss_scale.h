@@ -8,14 +8,18 @@
 
 namespace mxopt {
 
+/// A dynamic scale does not grow beyond this.
+inline constexpr double kLargestLossScale = 0x1p127;
+
 struct LossScaleState {
-  double scale = 1;
+  double scale = 1;  // always an FP32 number: the trainer multiplies by it in FP32
   std::int64_t hysteresis_left = 0;
   std::int64_t clean_steps = 0;
 };
 
 inline LossScaleState initial_loss_scale(const LossScaleConfig& config) {
-  return {config.kind == LossScaleKind::kNone ? 1.0 : config.initial, config.hysteresis, 0};
+  const double initial = static_cast<double>(static_cast<float>(config.initial));
+  return {config.kind == LossScaleKind::kNone ? 1.0 : initial, config.hysteresis, 0};
 }
 
 /// The state after a step: dynamic scales halve after `hysteresis` overflows, not below `min`, and double
@@ -26,7 +30,8 @@ MXOPT_HD LossScaleState next_loss_scale(LossScaleState state, bool overflow, Los
   if (overflow) {
     state.clean_steps = 0;
     if (--state.hysteresis_left <= 0) {
-      state.scale = state.scale * 0.5 > min ? state.scale * 0.5 : min;
+      const double least = static_cast<double>(static_cast<float>(min));
+      state.scale = state.scale * 0.5 > least ? state.scale * 0.5 : least;
       state.hysteresis_left = 0;
     }
     return state;
@@ -34,7 +39,7 @@ MXOPT_HD LossScaleState next_loss_scale(LossScaleState state, bool overflow, Los
   if (++state.clean_steps >= growth_interval) {
     state.clean_steps = 0;
     state.hysteresis_left = hysteresis;
-    state.scale *= 2;
+    state.scale = state.scale < kLargestLossScale ? state.scale * 2 : state.scale;
   }
   return state;
 }

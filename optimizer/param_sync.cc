@@ -83,6 +83,7 @@ void ParamSync::start(Gather& gather, TypedSpan whole, Traffic traffic, StreamRe
   const std::int64_t shard = whole.elems / comm_.size();
   gather.work = comm_.all_gather(whole, whole.sub(comm_.rank() * shard, shard), traffic, stream);
   gather.pending = true;
+  ++gather.version;
 }
 
 void ParamSync::finish(Gather& gather, StreamRef stream) {
@@ -122,7 +123,6 @@ void ParamSync::reduce_scales(SyncScope scope, StreamRef stream) {
 }
 
 void ParamSync::gather_columns(SyncScope scope, StreamRef stream) {
-  ++version_;
   if (format_ == GatherFormat::kBf16) {
     requantize(scope, stream);
   } else {
@@ -161,18 +161,26 @@ void ParamSync::requantize(SyncScope scope, StreamRef stream) {
   partial_amax(batch, packed, storage_.device(), stream);
   partial_cast(batch, packed, {}, storage_.device(), stream);
   launches_ += 2;
+  for (std::size_t b = 0; b < columns_.size(); ++b) {
+    const Family& family = layout_.bucket(static_cast<int>(b)).family;
+    if (family.has_column() && covers(scope, family)) ++columns_[b].version;
+  }
+}
+
+const ParamSync::Gather& ParamSync::gather_of(int param, Plane plane) const {
+  const auto bucket = static_cast<std::size_t>(layout_.param(param).bucket);
+  return plane == Plane::kRow ? rows_[bucket] : columns_[bucket];
 }
 
 void ParamSync::wait(int param, Plane plane, StreamRef stream) {
   const auto bucket = static_cast<std::size_t>(layout_.param(param).bucket);
   Gather& gather = plane == Plane::kRow ? rows_[bucket] : columns_[bucket];
   finish(gather, stream);
-  gather.waited_version = version_;
+  gather.waited_version = gather.version;
 }
 
 std::int64_t ParamSync::waited_version(int param, Plane plane) const {
-  const auto bucket = static_cast<std::size_t>(layout_.param(param).bucket);
-  return (plane == Plane::kRow ? rows_ : columns_)[bucket].waited_version;
+  return gather_of(param, plane).waited_version;
 }
 
 }  // namespace mxopt

@@ -49,12 +49,13 @@ class ParamSync {
   void gather_rows(SyncScope scope, StreamRef stream);
   /// The one packed MAX all-reduce: status bytes, and the scales of the scope.
   void reduce_scales(SyncScope scope, StreamRef stream);
-  /// Starts the gathers of the column planes; what was started becomes the next version.
+  /// Starts the gathers of the column planes.
   void gather_columns(SyncScope scope, StreamRef stream);
 
   /// Joins the gather of the param's plane to `stream`.
   void wait(int param, Plane plane, StreamRef stream);
-  std::int64_t version() const { return version_; }
+  /// How often the param's plane was written.
+  std::int64_t version(int param, Plane plane) const { return gather_of(param, plane).version; }
   /// The newest version of the param's plane that was waited for.
   std::int64_t waited_version(int param, Plane plane) const;
 
@@ -68,9 +69,11 @@ class ParamSync {
   struct Gather {
     Work work;
     bool pending = false;
+    std::int64_t version = 0;
     std::int64_t waited_version = 0;
   };
 
+  const Gather& gather_of(int param, Plane plane) const;
   void start(Gather& gather, TypedSpan whole, Traffic traffic, StreamRef stream);
   void finish(Gather& gather, StreamRef stream);
   std::vector<Mxfp8Shard> requantize_batch(SyncScope scope) const;
@@ -86,7 +89,6 @@ class ParamSync {
   std::vector<Mxfp8Shard> trainable_batch_, whole_batch_;
   int launches_ = 0;
   std::vector<Gather> rows_, columns_;  // [buckets]
-  std::int64_t version_ = 0;
 };
 
 }  // namespace mxopt

@@ -1,5 +1,6 @@
 #include "mxopt/optimizer/plan.h"
 
+#include <exception>
 #include <optional>
 #include <sstream>
 #include <string>
@@ -18,6 +19,10 @@ Plan make_plan(std::vector<ParamSpec> specs, const Config& config, const Communi
   if (parallel.world_size != 0 && parallel.world_size != comm.size()) {
     throw ConfigError("parallel.world_size is " + std::to_string(parallel.world_size) +
                       ", but the communicator has " + std::to_string(comm.size()) + " ranks");
+  }
+  if (parallel.transport == Transport::kSelf && comm.size() != 1) {
+    throw ConfigError("parallel.transport is self, but the communicator has " + std::to_string(comm.size()) +
+                      " ranks");
   }
   if (comm.device_kind() != device.kind) {
     throw ConfigError("the communicator (" + comm.describe() +
@@ -49,14 +54,16 @@ std::string configuration_text(Config config) {
 Plan make_agreed_plan(std::vector<ParamSpec> specs, const Config& config, Communicator& comm, Device device) {
   std::optional<Plan> plan;
   std::string problem;
+  std::exception_ptr failure;
   try {
     plan.emplace(make_plan(std::move(specs), config, comm, device));
-  } catch (const ConfigError& error) {
+  } catch (const std::exception& error) {
     problem = error.what();
+    failure = std::current_exception();
   }
   const LayoutField status[] = {{"library_version", MXOPT_VERSION}, {"problems", problem}};
   require_agreement(comm, status);
-  if (!plan.has_value()) throw ConfigError(problem);
+  if (failure) std::rethrow_exception(failure);
   std::vector<LayoutField> fields = plan->layout.fields();
   fields.push_back({"configuration", configuration_text(config)});
   require_agreement(comm, fields);

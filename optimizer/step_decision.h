@@ -14,7 +14,7 @@ namespace mxopt {
 /// The one small message of a step, int64 each, summed over ranks.
 struct StepStatistics {
   std::int64_t square_sum[kSumLimbs] = {};  // of the owned gradients, normalised
-  std::int64_t nonfinite_params = 0;        // owned segments with a NaN or infinite gradient
+  std::int64_t nonfinite_runs = 0;          // pieces of owned gradients with a NaN or infinity
   std::int64_t options_hash = 0;            // of this step's hyper-parameters and step count, for agreement
 };
 inline constexpr std::int64_t kStatisticsElems = sizeof(StepStatistics) / sizeof(std::int64_t);
@@ -30,7 +30,7 @@ struct StepDecision {
 /// at the end.
 MXOPT_HD StepDecision decide(StepStatistics& reduced, double loss_scale, double max_norm) {
   StepDecision decision;
-  decision.take = reduced.nonfinite_params == 0;
+  decision.take = reduced.nonfinite_runs == 0;
   if (!decision.take) {
     decision.grad_norm = std::numeric_limits<double>::quiet_NaN();
     return decision;

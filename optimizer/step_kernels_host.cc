@@ -261,7 +261,7 @@ class HostStepKernels final : public StepKernels {
     }
     normalize_sum(total.data());
     std::ranges::copy(total, out.square_sum);
-    out.nonfinite_params = bad_runs;
+    out.nonfinite_runs = bad_runs;
   }
 
   void fused_update(std::span<const AdamScalars> groups, StreamRef) override {

@@ -5,21 +5,16 @@
 #include <numeric>
 #include <sstream>
 
+#include "mxopt/params/block_geometry.h"
 #include "mxopt/params/nearest_name.h"
 
 namespace mxopt {
 
 namespace {
 
-constexpr std::int64_t kBandRows = 32;
-constexpr std::int64_t kBlock = 32;
 // Byte counts of every arena and their sum fit 63 bits below these.
 constexpr std::int64_t kMaxElems = std::int64_t{1} << 56;
 constexpr std::int64_t kMaxWorldSize = (std::int64_t{1} << 31) - 1;
-
-std::int64_t round_up_to(std::int64_t value, std::int64_t multiple) {
-  return (value + multiple - 1) / multiple * multiple;
-}
 
 std::string join(const std::vector<std::string>& lines) {
   std::string text;
@@ -127,7 +122,7 @@ void Layout::resolve(std::vector<ParamSpec> specs) {
       if (param.family.storage == Storage::kColumn) {
         problems.push_back(subject + ": storage column is not a trainer's storage; allowed: row, both");
       }
-      if (param.rows % kBlock != 0 || param.cols % kBlock != 0) {
+      if (param.rows % kBlockElems != 0 || param.cols % kBlockElems != 0) {
         const std::string reason = "matrix view " + std::to_string(param.rows) + "x" +
                                    std::to_string(param.cols) + " is not a multiple of 32 in both dims";
         if (spec.fallback.value_or(options_.fallback) == Fallback::kError) {
@@ -157,6 +152,10 @@ void Layout::resolve(std::vector<ParamSpec> specs) {
   for (const ParamLayout& param : params_) {
     if (param.tied_to < 0) continue;
     const ParamLayout& target = this->param(param.tied_to);
+    if (param.grad_mode == GradMode::kOverwrite && target.grad_mode == GradMode::kOverwrite) {
+      problems.push_back("param '" + param.name + "' is tied to '" + target.name +
+                         "': their gradients share memory, so grad_mode must be accumulate");
+    }
     if (param.shape != target.shape || !(param.family == target.family) ||
         param.grad_mode != target.grad_mode) {
       problems.push_back("param '" + param.name + "' (shape " + shape_text(param.shape) + ", " +
@@ -193,7 +192,7 @@ void Layout::place() {
 
   const auto append = [&](Bucket& bucket, int index) {
     ParamLayout& param = params_[static_cast<std::size_t>(index)];
-    param.bucket_begin = round_up_to(bucket.used_elems, kAlignElems);
+    param.bucket_begin = round_up(bucket.used_elems, kAlignElems);
     bucket.used_elems = param.bucket_begin + param.elems();
     bucket.params.push_back(index);
   };
@@ -224,7 +223,7 @@ void Layout::place() {
 
   for (int b = 0; b < static_cast<int>(buckets_.size()); ++b) {
     Bucket& bucket = buckets_[static_cast<std::size_t>(b)];
-    bucket.elems = round_up_to(bucket.used_elems, kAlignElems * options_.world_size);
+    bucket.elems = round_up(bucket.used_elems, kAlignElems * options_.world_size);
     for (int member : bucket.params) params_[static_cast<std::size_t>(member)].bucket = b;
   }
   for (ParamLayout& param : params_) {
@@ -261,11 +260,11 @@ void Layout::place_scales() {
       if (param.family.format != ParamFormat::kMxfp8 || param.tied_to >= 0 || param.family.frozen != frozen)
         continue;
       param.row_scales_begin = scale_bytes_;
-      param.row_scales_bytes = round_up_to(param.rows, 128) * round_up_to(param.cols / kBlock, 4);
+      param.row_scales_bytes = row_scale_bytes(param.rows, param.cols);
       scale_bytes_ += param.row_scales_bytes;
       param.column_scales_begin = scale_bytes_;
       if (param.family.has_column()) {
-        param.column_scales_bytes = round_up_to(param.rows / kBlock, 4) * round_up_to(param.cols, 128);
+        param.column_scales_bytes = column_scale_bytes(param.rows, param.cols);
         scale_bytes_ += param.column_scales_bytes;
       }
     }
@@ -322,7 +321,7 @@ std::vector<CutBand> Layout::cut_bands(std::int64_t rank) const {
   for (const Segment& segment : segments(rank)) {
     const ParamLayout& owner = param(segment.param);
     if (!owner.family.has_column()) continue;
-    const std::int64_t band_elems = kBandRows * owner.cols;
+    const std::int64_t band_elems = kBlockElems * owner.cols;
     const std::int64_t begin = segment.param_begin;
     const std::int64_t end = begin + segment.elems;
     const auto add = [&](std::int64_t band) {
@@ -367,7 +366,7 @@ CutShare Layout::cut_share() const {
     for (int member : bucket.params) {
       const ParamLayout& owner = param(member);
       if (owner.elems() == 0) continue;
-      const std::int64_t band_elems = kBandRows * owner.cols;
+      const std::int64_t band_elems = kBlockElems * owner.cols;
       const std::int64_t owner_end = owner.bucket_begin + owner.elems();
       spread(owner.bucket_begin, owner_end, owned_of_rank);
       std::int64_t last_band = -1;

@@ -25,7 +25,7 @@ class HostAllocator final : public Allocator {
 [[noreturn]] void refuse(Device device) {
   if (device.kind == DeviceKind::kCuda) {
     throw ConfigError(
-        "parallel.device: cuda was asked for, but this build has no CUDA backend (MXOPT_WITH_CUDA); allowed: "
+        "parallel.device: cuda was asked for, but this version has no CUDA backend; allowed: "
         "host");
   }
   throw ConfigError("unknown device kind");

@@ -1,5 +1,7 @@
 #include "mxopt/params/storage.h"
 
+#include "mxopt/params/block_geometry.h"
+
 namespace mxopt {
 
 ParamStorage::ParamStorage(const Layout& layout, DType grad_dtype, std::int64_t scale_head_bytes,
@@ -7,7 +9,7 @@ ParamStorage::ParamStorage(const Layout& layout, DType grad_dtype, std::int64_t 
     : layout_(&layout),
       device_(device),
       grad_dtype_(grad_dtype),
-      scale_head_bytes_((scale_head_bytes + kAlignElems - 1) / kAlignElems * kAlignElems) {
+      scale_head_bytes_(round_up(scale_head_bytes, kAlignElems)) {
   MXOPT_CHECK(grad_dtype == DType::kFp32 || grad_dtype == DType::kBf16,
               "gradients are fp32 or bf16, not " << dtype_name(grad_dtype));
   const ByteCounts bytes = layout.byte_counts(grad_dtype);

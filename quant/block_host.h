@@ -15,7 +15,7 @@
 /// loaded. The outlined body of an OpenMP region is not cloned: mark what the region calls, not what contains
 /// the region.
 #if defined(__GNUC__) && !defined(__clang__) && defined(__x86_64__) && defined(__gnu_linux__) && \
-    !defined(MXOPT_SANITIZED)
+    !defined(MXOPT_NO_HOST_CLONES)
 #define MXOPT_HOST_CLONES __attribute__((target_clones("default", "arch=x86-64-v3", "arch=x86-64-v4")))
 #else
 #define MXOPT_HOST_CLONES

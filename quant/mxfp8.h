@@ -1,38 +1,17 @@
-// The MXFP8 matrix: planes, shapes of the scale arrays, and where a block's scale sits.
+// The MXFP8 matrix: its planes, and where a block's scale sits.
 #pragma once
 
 #include <cstdint>
 #include <string_view>
 
+#include "mxopt/params/block_geometry.h"
 #include "mxopt/params/host_device.h"
 
 namespace mxopt {
 
-/// Elements that share one E8M0 scale.
-inline constexpr std::int64_t kBlockElems = 32;
-
 /// Order of the scale bytes inside their array. kCompact: row-major. kGemm: the swizzled order of
 /// block-scaled GEMMs.
 enum class ScaleLayout { kCompact, kGemm };
-
-MXOPT_HD std::int64_t round_up(std::int64_t value, std::int64_t multiple) {
-  return (value + multiple - 1) / multiple * multiple;
-}
-
-/// Scale array of the row plane: [roundup(rows, 128), roundup(cols / 32, 4)].
-MXOPT_HD std::int64_t row_scale_stride(std::int64_t cols) {
-  return round_up(cols / kBlockElems, 4);
-}
-MXOPT_HD std::int64_t row_scale_bytes(std::int64_t rows, std::int64_t cols) {
-  return round_up(rows, 128) * row_scale_stride(cols);
-}
-/// Scale array of the column plane: [roundup(rows / 32, 4), roundup(cols, 128)].
-MXOPT_HD std::int64_t column_scale_stride(std::int64_t cols) {
-  return round_up(cols, 128);
-}
-MXOPT_HD std::int64_t column_scale_bytes(std::int64_t rows, std::int64_t cols) {
-  return round_up(rows / kBlockElems, 4) * column_scale_stride(cols);
-}
 
 /// Offset of scale (i, j) in the swizzled order; i counts along the non-block axis, j counts blocks, and the
 /// array is `tiles` tiles of 128 x 4 scales wide in j.

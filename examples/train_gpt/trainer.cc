@@ -35,24 +35,6 @@ std::string memory_line(const std::string& report) {
   return report;
 }
 
-std::unique_ptr<mxopt::Communicator> connect(const mxopt::ParallelConfig& parallel) {
-  mxopt::CommunicatorOptions options;
-  switch (parallel.transport) {
-    case mxopt::TransportChoice::kAuto:
-      options.transport = mxopt::Transport::kAuto;
-      break;
-    case mxopt::TransportChoice::kSelf:
-      options.transport = mxopt::Transport::kSelf;
-      break;
-    case mxopt::TransportChoice::kMpi:
-      options.transport = mxopt::Transport::kMpi;
-      break;
-  }
-  options.timeout_s = parallel.timeout_s;
-  options.world_size = static_cast<int>(parallel.world_size);
-  return mxopt::make_communicator(options);
-}
-
 }  // namespace
 
 Trainer::Trainer(const TrainerConfig& config, const TextData& data, const CpuShare& cpus,
@@ -60,7 +42,7 @@ Trainer::Trainer(const TrainerConfig& config, const TextData& data, const CpuSha
     : config_(config),
       data_(data),
       metrics_(metrics),
-      comm_(connect(config.library.parallel)),
+      comm_(mxopt::make_communicator(mxopt::communicator_options(config.library.parallel))),
       loss_comm_(comm_->split(0, comm_->rank())),
       traced_(*comm_),
       optimizer_(gpt_params(config.model, config.train.seq_len), config.library, traced_),

@@ -141,7 +141,7 @@ void validate_world_size(const TrainerConfig& config, const mxopt::ConfigSchema&
   const std::int64_t expected = config.library.parallel.world_size;
   if (expected != 0 && expected != world_size) {
     problems.at("parallel.world_size") << "is " << expected << ", but MPI started " << world_size << " ranks";
-  } else if (config.library.parallel.transport == mxopt::TransportChoice::kSelf && world_size != 1) {
+  } else if (config.library.parallel.transport == mxopt::Transport::kSelf && world_size != 1) {
     problems.at("parallel.transport")
         << "is self, but MPI started " << world_size << " ranks; allowed: mpi or auto";
   } else if (config.train.micro_batches() % world_size != 0) {

@@ -54,6 +54,18 @@ class MpiCommunicatorTest : public ::testing::Test {
   void SetUp() override { MPI_Barrier(MPI_COMM_WORLD); }
 };
 
+TEST_F(MpiCommunicatorTest, TheDeadlineIsThatOfTheWaitNotOfTheCall) {
+  const auto comm = world(0.5);
+  std::vector<float> values(1 << 20, 1.0f);
+  const std::span<float> all(values);
+  const auto shard = values.size() / static_cast<std::size_t>(comm->size());
+  const std::span<float> input = all.first(shard * static_cast<std::size_t>(comm->size()));
+  Work work = comm->reduce_scatter(input.subspan(shard * static_cast<std::size_t>(comm->rank()), shard),
+                                   input, ReduceOp::kSum, Traffic::kGradient);
+  std::this_thread::sleep_for(std::chrono::milliseconds(900));  // the caller computes
+  EXPECT_NO_THROW(work.wait());
+}
+
 TEST_F(MpiCommunicatorTest, LateRankIsNamedAndTheJobGoesOn) {
   const auto comm = world(2);
   if (comm->size() == 1) GTEST_SKIP() << "needs two ranks";

@@ -296,5 +296,19 @@ TEST(RunRanks, TheFirstErrorWinsAndEndsTheOthers) {
   EXPECT_EQ(message, "the cause");
 }
 
+TEST(ThreadCommunicator, TheDeadlineIsThatOfTheWaitNotOfTheCall) {
+  auto group = ThreadCommunicator::make_group(2, 0.5);
+  std::vector<std::int64_t> first{1}, second{2};
+  Work work = group[0]->all_reduce(std::span(first), ReduceOp::kSum, Traffic::kStatistics);
+  std::this_thread::sleep_for(std::chrono::milliseconds(700));  // the caller computes
+  std::thread late([&] {
+    std::this_thread::sleep_for(std::chrono::milliseconds(100));
+    group[1]->all_reduce(std::span(second), ReduceOp::kSum, Traffic::kStatistics).wait();
+  });
+  EXPECT_NO_THROW(work.wait());
+  late.join();
+  EXPECT_EQ(first[0], 3);
+}
+
 }  // namespace
 }  // namespace mxopt

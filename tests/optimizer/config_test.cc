@@ -106,7 +106,7 @@ TEST_F(ConfigFile, EmptyMapGivesTheDefaults) {
   EXPECT_EQ(config.schedule.warmup_steps, 0);
   EXPECT_EQ(config.schedule.decay_steps, 0);
   EXPECT_EQ(config.schedule.min_lr, 0);
-  EXPECT_EQ(config.parallel.transport, TransportChoice::kAuto);
+  EXPECT_EQ(config.parallel.transport, Transport::kAuto);
   EXPECT_EQ(config.parallel.device, DeviceChoice::kAuto);
   EXPECT_EQ(config.parallel.timeout_s, 100);
   EXPECT_EQ(config.parallel.init_timeout_s, 300);
@@ -192,7 +192,7 @@ TEST_F(ConfigFile, EveryKeyReachesItsField) {
   EXPECT_EQ(config.schedule.warmup_steps, 10);
   EXPECT_EQ(config.schedule.decay_steps, 200);
   EXPECT_EQ(config.schedule.min_lr, 1e-5);
-  EXPECT_EQ(config.parallel.transport, TransportChoice::kMpi);
+  EXPECT_EQ(config.parallel.transport, Transport::kMpi);
   EXPECT_EQ(config.parallel.device, DeviceChoice::kHost);
   EXPECT_EQ(config.parallel.timeout_s, 7.5);
   EXPECT_EQ(config.parallel.init_timeout_s, 60);
@@ -444,6 +444,17 @@ TEST(Config, ReadmeHasARowForEveryKey) {
   ConfigSchema schema;
   describe(schema, config);
   EXPECT_TRUE(contains(readme, schema.markdown_table())) << "README.md must contain this table as it stands";
+}
+
+TEST(Config, CommunicatorOptionsAreThoseOfTheParallelSection) {
+  ParallelConfig parallel;
+  parallel.transport = Transport::kMpi;
+  parallel.timeout_s = 7;
+  parallel.world_size = 3;
+  const CommunicatorOptions options = communicator_options(parallel);
+  EXPECT_EQ(options.transport, Transport::kMpi);
+  EXPECT_EQ(options.timeout_s, 7);
+  EXPECT_EQ(options.world_size, 3);
 }
 
 }  // namespace

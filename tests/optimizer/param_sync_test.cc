@@ -142,9 +142,10 @@ TEST(ParamSync, AWaitStampsTheVersionOfItsPlane) {
   SelfCommunicator comm;
   Rank rank(comm, GatherFormat::kQuantized);
   const int both = rank.id("both");
-  EXPECT_EQ(rank.sync.version(), 0);
+  EXPECT_EQ(rank.sync.version(both, Plane::kRow), 0);
   rank.share(SyncScope::kAll);
-  EXPECT_EQ(rank.sync.version(), 1);
+  EXPECT_EQ(rank.sync.version(both, Plane::kRow), 1);
+  EXPECT_EQ(rank.sync.version(both, Plane::kColumn), 1);
   EXPECT_EQ(rank.sync.waited_version(both, Plane::kRow), 0);
   rank.sync.wait(both, Plane::kRow, StreamRef());
   EXPECT_EQ(rank.sync.waited_version(both, Plane::kRow), 1);

@@ -151,5 +151,18 @@ TEST(Plan, ACommunicatorOfAnotherMemoryIsRefused) {
             "the communicator (self, rank 0 of 1) does not move bytes of the optimizer's device");
 }
 
+TEST(Plan, TransportSelfIsForOneRank) {
+  std::vector<std::string> texts(2);
+  run_ranks(2, [&](Communicator& comm) {
+    Input input;
+    input.config.parallel.transport = Transport::kSelf;
+    texts[static_cast<std::size_t>(comm.rank())] =
+        thrown_message<ConfigError>([&] { make_agreed_plan(input.specs, input.config, comm, Device()); });
+  });
+  for (const std::string& text : texts) {
+    EXPECT_EQ(text, "parallel.transport is self, but the communicator has 2 ranks");
+  }
+}
+
 }  // namespace
 }  // namespace mxopt

@@ -61,7 +61,7 @@ TEST(StepDecision, ANormOfManyHugeGradientsIsFinite) {
 
 TEST(StepDecision, ANonFiniteGradientSkipsAndMultipliesIntoNothing) {
   StepStatistics statistics = statistics_of(4);
-  statistics.nonfinite_params = 1;
+  statistics.nonfinite_runs = 1;
   const StepDecision decision = decide(statistics, 1024, 1);
   EXPECT_FALSE(decision.take);
   EXPECT_TRUE(std::isnan(decision.grad_norm));

@@ -348,11 +348,11 @@ TEST(StepKernelsHost, EveryNonFiniteGradientIsSeenAtEveryPlace) {
       param.grad[static_cast<std::size_t>(at)] = bad;
       param.grad_bf16[static_cast<std::size_t>(at)] = fp32_to_bf16(bad);
       const StepStatistics statistics = statistics_of(param);
-      EXPECT_EQ(statistics.nonfinite_params, 1) << at;
+      EXPECT_EQ(statistics.nonfinite_runs, 1) << at;
       EXPECT_EQ(param.status[0], kStatusNonFiniteGradient) << at;
     }
     Param fine(1, 1023, false, false, dtype);
-    EXPECT_EQ(statistics_of(fine).nonfinite_params, 0);
+    EXPECT_EQ(statistics_of(fine).nonfinite_runs, 0);
     EXPECT_EQ(fine.status[0], kStatusFine);
   }
 }
@@ -364,7 +364,7 @@ TEST(StepKernelsHost, WhatLiesBehindASegmentIsNotRead) {
   const auto kernels = param.kernels(0, 100);
   StepStatistics statistics;
   kernels->grad_stats(statistics, StreamRef());
-  EXPECT_EQ(statistics.nonfinite_params, 0);
+  EXPECT_EQ(statistics.nonfinite_runs, 0);
   EXPECT_EQ(decide(statistics, 1, 0).grad_norm, 10);
 }
 

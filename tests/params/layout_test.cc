@@ -85,6 +85,7 @@ std::vector<ParamSpec> random_specs(std::mt19937_64& random) {
     if (!alias.tied_to.empty()) continue;
     alias.name = "tied" + std::to_string(i);
     alias.tied_to = specs[target].name;
+    alias.grad_mode = specs[target].grad_mode = GradMode::kAccumulate;
     // Behind all others, so that `target` stays an index; a swap below gives ties in both directions.
     specs.push_back(alias);
     targets.insert(target);
@@ -612,6 +613,17 @@ TEST(Layout, NamesEveryProblemOfAListAtOnce) {
             "param 'w' (shape 32x32): storage column is not a trainer's storage; allowed: row, both\n"
             "param 't' (shape 32x32): tied_to 'v' is not a registered param, the nearest name is 'w'\n"
             "param 'u' (shape 32x32): tied_to 't' is itself tied; tie both to the same param");
+}
+
+TEST(Layout, TiedParamsAccumulate) {
+  ParamSpec first = spec("embed", {32, 64});
+  ParamSpec second = spec("head", {32, 64});
+  second.tied_to = "embed";
+  first.grad_mode = second.grad_mode = GradMode::kOverwrite;
+  EXPECT_EQ(thrown_message<ConfigError>([&] {
+              Layout({first, second}, options_for(1));
+            }),
+            "param 'head' is tied to 'embed': their gradients share memory, so grad_mode must be accumulate");
 }
 
 TEST(Layout, NamesAreOneWord) {

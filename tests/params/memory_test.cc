@@ -150,7 +150,7 @@ TEST(Memory, ZeroBytesTouchNothing) {
 
 TEST(Memory, AMissingBackendNamesTheOptionToSwitchOn) {
   const std::string expected =
-      "parallel.device: cuda was asked for, but this build has no CUDA backend (MXOPT_WITH_CUDA); allowed: "
+      "parallel.device: cuda was asked for, but this version has no CUDA backend; allowed: "
       "host";
   std::uint8_t byte = 0;
   const auto allocator = std::make_shared<NotingAllocator>();
