@@ -7,6 +7,7 @@
 #include <exception>
 #include <limits>
 #include <list>
+#include <mutex>
 #include <new>
 #include <optional>
 #include <thread>
@@ -646,9 +647,12 @@ void MpiCommunicator::Engine::release() noexcept {
   }
   if (closed_ || !mpi_is_up()) return;
   bulletin_->set_presence(Bulletin::Presence::kGone);
-  // Why: MPI may still write into the scratch of these calls, so it is never given back.
-  abandoned_.insert(abandoned_.end(), active_.begin(), active_.end());
-  new auto(std::move(abandoned_));
+  // Why: MPI may still write into the scratch of these calls, so it is kept until the process ends.
+  static std::mutex mutex;
+  static auto* const kept = new std::vector<std::shared_ptr<Operation>>();
+  const std::lock_guard lock(mutex);
+  kept->insert(kept->end(), abandoned_.begin(), abandoned_.end());
+  kept->insert(kept->end(), active_.begin(), active_.end());
   closed_ = true;
 }
 

@@ -148,7 +148,8 @@ TEST_F(MpiCommunicatorTest, RanksInDifferentCallsAreToldAtTheDeadline) {
   const auto fresh = world();
   fresh->barrier();
   // Why: MPI may still hold the pointers of the calls that did not complete.
-  new std::vector<std::uint8_t>(std::move(memory));
+  static auto* const kept = new std::vector<std::vector<std::uint8_t>>();
+  kept->push_back(std::move(memory));
 }
 
 TEST_F(MpiCommunicatorTest, ARankThatLeavesFailsTheOthersAtOnce) {
