@@ -12,6 +12,7 @@
 #include <unistd.h>
 
 #include "communicator_conformance.h"
+#include "support/run_mpi_tests.h"
 #include "support/thrown_message.h"
 
 #include "mxopt/collectives/make_communicator.h"
@@ -294,24 +295,6 @@ TEST(MpiLarge, DISABLED_CountsBeyondThirtyTwoBits) {
   EXPECT_EQ(wrong, 0);
 }
 
-/// Ranks but the first print their failures only.
-class FailurePrinter final : public ::testing::EmptyTestEventListener {
- public:
-  explicit FailurePrinter(int rank) : rank_(rank) {}
-  void OnTestStart(const ::testing::TestInfo& test) override { test_ = test.name(); }
-  void OnTestPartResult(const ::testing::TestPartResult& result) override {
-    if (!result.failed()) return;
-    std::cerr << "rank " << rank_ << ": " << test_ << ": "
-              << (result.file_name() == nullptr ? "?" : result.file_name()) << ":" << result.line_number()
-              << "\n"
-              << result.message() << "\n";
-  }
-
- private:
-  int rank_;
-  std::string test_;
-};
-
 }  // namespace
 }  // namespace mxopt
 
@@ -324,18 +307,7 @@ int main(int argc, char** argv) {
     refused = std::string(error.what()).find("MPI_Init_thread") != std::string::npos;
   }
 
-  int provided = 0;
-  MPI_Init_thread(&argc, &argv, MPI_THREAD_FUNNELED, &provided);
-  ::testing::InitGoogleTest(&argc, argv);
-  int rank = 0;
-  MPI_Comm_rank(MPI_COMM_WORLD, &rank);
-  auto& listeners = ::testing::UnitTest::GetInstance()->listeners();
-  if (rank != 0) {
-    delete listeners.Release(listeners.default_result_printer());
-    listeners.Append(new mxopt::FailurePrinter(rank));
-  }
-  const int failed = RUN_ALL_TESTS();
-  MPI_Finalize();
+  const int failed = mxopt::test::run_mpi_tests(argc, argv);
   if (!refused) std::cerr << "dup before MPI_Init was not refused\n";
   return failed != 0 || !refused ? 1 : 0;
 }

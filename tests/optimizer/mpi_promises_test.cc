@@ -10,6 +10,7 @@
 #include <mpi.h>
 
 #include "support/optimizer_fixture.h"
+#include "support/run_mpi_tests.h"
 
 #include "mxopt/collectives/mpi_communicator.h"
 #include "mxopt/collectives/self_communicator.h"
@@ -100,36 +101,9 @@ TEST(MpiLateRank, DISABLED_ThePeerErrorReachesTheTrainer) {
   }
 }
 
-/// Ranks but the first print their failures only.
-class FailurePrinter final : public ::testing::EmptyTestEventListener {
- public:
-  explicit FailurePrinter(int rank) : rank_(rank) {}
-  void OnTestPartResult(const ::testing::TestPartResult& result) override {
-    if (!result.failed()) return;
-    std::cerr << "rank " << rank_ << ": " << (result.file_name() == nullptr ? "?" : result.file_name()) << ':'
-              << result.line_number() << '\n'
-              << result.message() << '\n';
-  }
-
- private:
-  int rank_;
-};
-
 }  // namespace
 }  // namespace mxopt
 
 int main(int argc, char** argv) {
-  int provided = 0;
-  MPI_Init_thread(&argc, &argv, MPI_THREAD_FUNNELED, &provided);
-  ::testing::InitGoogleTest(&argc, argv);
-  int rank = 0;
-  MPI_Comm_rank(MPI_COMM_WORLD, &rank);
-  auto& listeners = ::testing::UnitTest::GetInstance()->listeners();
-  if (rank != 0) {
-    delete listeners.Release(listeners.default_result_printer());
-    listeners.Append(new mxopt::FailurePrinter(rank));
-  }
-  const int failed = RUN_ALL_TESTS();
-  MPI_Finalize();
-  return failed;
+  return mxopt::test::run_mpi_tests(argc, argv);
 }
