@@ -5,13 +5,17 @@ target_compile_options(mxopt_build_flags INTERFACE
   $<$<COMPILE_LANGUAGE:CXX>:-Wall -Wextra -Wshadow -Wconversion>
   # The numerics contract: no contraction, no fast math; a fused multiply-add is written fma().
   $<$<COMPILE_LANGUAGE:CXX>:-ffp-contract=off>
-  $<$<COMPILE_LANGUAGE:CUDA>:--fmad=false>)
+  $<$<COMPILE_LANGUAGE:CUDA>:--fmad=false>
+  # C++20 as a flag, since CMake 3.25 does not know it for CUDA. Device code calls constexpr functions of the standard
+  # library.
+  $<$<COMPILE_LANGUAGE:CUDA>:-std=c++20 --expt-relaxed-constexpr -Xcompiler=-Wall,-Wextra>)
 if(CMAKE_CXX_COMPILER_ID STREQUAL "GNU" AND CMAKE_CXX_COMPILER_VERSION VERSION_LESS 13)
   # GCC 12 sees overlapping copies inside std::string that are not there.
   target_compile_options(mxopt_build_flags INTERFACE $<$<COMPILE_LANGUAGE:CXX>:-Wno-restrict>)
 endif()
 if(MXOPT_WERROR)
-  target_compile_options(mxopt_build_flags INTERFACE $<$<COMPILE_LANGUAGE:CXX>:-Werror>)
+  target_compile_options(mxopt_build_flags INTERFACE
+    $<$<COMPILE_LANGUAGE:CXX>:-Werror> $<$<COMPILE_LANGUAGE:CUDA>:--Werror=all-warnings>)
 endif()
 if(MXOPT_SANITIZE)
   target_compile_options(mxopt_build_flags INTERFACE

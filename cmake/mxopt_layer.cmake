@@ -1,4 +1,4 @@
-# mxopt_layer(<name> HEADERS ... PRIVATE_HEADERS ... SOURCES ... KERNELS ... DEPENDS ... LIBRARIES ...)
+# mxopt_layer(<name> HEADERS ... PRIVATE_HEADERS ... DEVICE_HEADERS ... SOURCES ... KERNELS ... CUDA_SOURCES ... DEPENDS ... LIBRARIES ...)
 #
 # One layer = one folder = one static library mxopt::<name>. Its headers are reachable as
 # "mxopt/<name>/x.h" through an include root of its own, and only by targets that link it; so an
@@ -6,12 +6,14 @@
 #
 #   HEADERS          installed to include/mxopt/<name>
 #   PRIVATE_HEADERS  used inside the project only
+#   DEVICE_HEADERS   headers with device code, for .cu files only
 #   SOURCES          ordinary sources
 #   KERNELS          sources with the loops over elements: vector flags are added
+#   CUDA_SOURCES     sources that call the CUDA runtime (.cc) or have device code (.cu)
 #   DEPENDS          lower layers
 #   LIBRARIES        third-party libraries, private
 function(mxopt_layer name)
-  cmake_parse_arguments(arg "" "" "HEADERS;PRIVATE_HEADERS;SOURCES;KERNELS;DEPENDS;LIBRARIES" ${ARGN})
+  cmake_parse_arguments(arg "" "" "HEADERS;PRIVATE_HEADERS;DEVICE_HEADERS;SOURCES;KERNELS;CUDA_SOURCES;DEPENDS;LIBRARIES" ${ARGN})
   if(arg_UNPARSED_ARGUMENTS)
     message(FATAL_ERROR "mxopt_layer(${name}): unknown arguments ${arg_UNPARSED_ARGUMENTS}")
   endif()
@@ -21,7 +23,7 @@ function(mxopt_layer name)
   file(CREATE_LINK ${CMAKE_CURRENT_SOURCE_DIR} ${root}/mxopt/${name} SYMBOLIC)
 
   add_library(mxopt_${name} STATIC
-    ${arg_SOURCES} ${arg_KERNELS} ${arg_HEADERS} ${arg_PRIVATE_HEADERS})
+    ${arg_SOURCES} ${arg_KERNELS} ${arg_CUDA_SOURCES} ${arg_HEADERS} ${arg_PRIVATE_HEADERS} ${arg_DEVICE_HEADERS})
   add_library(mxopt::${name} ALIAS mxopt_${name})
   set_target_properties(mxopt_${name} PROPERTIES
     EXPORT_NAME ${name}
@@ -42,6 +44,11 @@ function(mxopt_layer name)
     if(MXOPT_WITH_OPENMP)
       target_link_libraries(mxopt_${name} PRIVATE OpenMP::OpenMP_CXX)
     endif()
+  endif()
+
+  if(arg_CUDA_SOURCES)
+    # The static runtime: a program that embeds the library needs no other library of the toolkit.
+    target_link_libraries(mxopt_${name} PRIVATE CUDA::cudart_static)
   endif()
 
   set_property(GLOBAL APPEND PROPERTY MXOPT_LAYERS ${name})

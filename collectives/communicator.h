@@ -88,7 +88,7 @@ class Communicator {
   virtual int rank() const = 0;
   virtual int size() const = 0;
   /// Which memory the buffers must be in.
-  virtual DeviceKind device_kind() const = 0;
+  virtual Device device() const = 0;
   /// Transport and place in plain words, for reports: "threads, rank 1 of 3".
   virtual std::string describe() const = 0;
 

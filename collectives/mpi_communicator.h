@@ -45,7 +45,7 @@ class MpiCommunicator final : public Communicator {
 
   int rank() const override;
   int size() const override;
-  DeviceKind device_kind() const override { return DeviceKind::kHost; }
+  Device device() const override { return {}; }
   std::string describe() const override;
 
   void group_begin() override {}

@@ -1,16 +1,30 @@
 #include "mxopt/collectives/self_communicator.h"
 
-#include <cstring>
+#include <utility>
 
 #include "mxopt/collectives/process_identity.h"
-#include "mxopt/collectives/rank_sum.h"
 
 namespace mxopt {
+
+namespace {
+
+class SelfWork final : public Work::State {
+ public:
+  explicit SelfWork(Event event) : event_(std::move(event)) {}
+  bool test() override { return event_.passed(); }
+  void wait() override { event_.wait(); }
+  void join(StreamRef stream) override { event_.join(stream); }
+
+ private:
+  Event event_;
+};
+
+}  // namespace
 
 std::unique_ptr<Communicator> SelfCommunicator::split(int color, int) {
   MXOPT_CHECK(color >= 0, "split: color " << color << "; allowed are 0 and above");
   check_alive({.sequence = next_sequence(), .operation = "split", .stream = {}});
-  return std::make_unique<SelfCommunicator>();
+  return std::make_unique<SelfCommunicator>(device_);
 }
 
 void SelfCommunicator::abort(const std::string& reason) noexcept {
@@ -33,31 +47,39 @@ void SelfCommunicator::check_alive(const Call& call) const {
                    .reason = "rank 0 aborted: " + reason_});
 }
 
-Work SelfCommunicator::do_all_reduce(const Call& call, void* buffer) {
+void SelfCommunicator::copy(const Call& call, void* to, const void* from) const {
+  if (to != from) copy_bytes(to, from, call.elems * dtype_bytes(call.dtype), device_, call.stream);
+}
+
+Work SelfCommunicator::work_of(const Call& call) const {
+  if (device_.kind == DeviceKind::kHost) return {};
+  Event event(device_);
+  event.record(call.stream);
+  return Work(std::make_shared<SelfWork>(std::move(event)));
+}
+
+// The sum, average or maximum over one rank is its value.
+
+Work SelfCommunicator::do_all_reduce(const Call& call, void*) {
   check_alive(call);
-  const void* const piece = buffer;
-  reduce_in_rank_order(buffer, {&piece, 1}, call.elems, call.dtype, call.op);
-  return {};
+  return work_of(call);
 }
 
 Work SelfCommunicator::do_reduce_scatter(const Call& call, void* shard, void* input) {
   check_alive(call);
-  const void* const piece = input;
-  reduce_in_rank_order(shard, {&piece, 1}, call.elems, call.dtype, call.op);
-  return {};
+  copy(call, shard, input);
+  return work_of(call);
 }
 
 Work SelfCommunicator::do_all_gather(const Call& call, void* output, const void* shard) {
   check_alive(call);
-  if (call.elems > 0 && output != shard) {
-    std::memcpy(output, shard, static_cast<std::size_t>(call.elems * dtype_bytes(call.dtype)));
-  }
-  return {};
+  copy(call, output, shard);
+  return work_of(call);
 }
 
 Work SelfCommunicator::do_broadcast(const Call& call, void*) {
   check_alive(call);
-  return {};
+  return work_of(call);
 }
 
 void SelfCommunicator::do_barrier(const Call& call) {

@@ -1,4 +1,5 @@
-// The group of one rank: every call is complete when it returns.
+// The group of one rank, on any device: nothing moves but copies, which are made in the order of the call's
+// stream.
 #pragma once
 
 #include "mxopt/collectives/communicator.h"
@@ -7,9 +8,11 @@ namespace mxopt {
 
 class SelfCommunicator final : public Communicator {
  public:
+  explicit SelfCommunicator(Device device = {}) : device_(device) {}
+
   int rank() const override { return 0; }
   int size() const override { return 1; }
-  DeviceKind device_kind() const override { return DeviceKind::kHost; }
+  Device device() const override { return device_; }
   std::string describe() const override { return "self, rank 0 of 1"; }
 
   void group_begin() override {}
@@ -29,7 +32,11 @@ class SelfCommunicator final : public Communicator {
 
  private:
   void check_alive(const Call& call) const;
+  void copy(const Call& call, void* to, const void* from) const;
+  /// Complete when the stream's work so far is.
+  Work work_of(const Call& call) const;
 
+  Device device_;
   bool aborted_ = false;
   std::string reason_;
 };

@@ -25,7 +25,7 @@ class ThreadCommunicator final : public Communicator {
 
   int rank() const override { return rank_; }
   int size() const override;
-  DeviceKind device_kind() const override { return DeviceKind::kHost; }
+  Device device() const override { return {}; }
   std::string describe() const override;
 
   void group_begin() override {}

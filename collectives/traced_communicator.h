@@ -38,7 +38,7 @@ class TracedCommunicator final : public Communicator {
 
   int rank() const override { return inner_.rank(); }
   int size() const override { return inner_.size(); }
-  DeviceKind device_kind() const override { return inner_.device_kind(); }
+  Device device() const override { return inner_.device(); }
   std::string describe() const override { return inner_.describe(); }
 
   void group_begin() override { inner_.group_begin(); }

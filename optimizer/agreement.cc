@@ -6,6 +6,8 @@
 #include <string>
 #include <vector>
 
+#include "mxopt/collectives/host_exchange.h"
+
 namespace mxopt {
 
 namespace {
@@ -38,10 +40,10 @@ std::string first_difference(const std::string& mine, const std::string& referen
 
 std::string reference_text(Communicator& comm, const std::string& mine) {
   std::vector<std::int64_t> bytes(1, static_cast<std::int64_t>(mine.size()));
-  comm.broadcast(std::span(bytes), 0, Traffic::kControl).wait();
+  broadcast_on_host(comm, std::span(bytes), 0, Traffic::kControl);
   std::vector<std::uint8_t> text(static_cast<std::size_t>(bytes[0]));
   if (comm.rank() == 0) std::ranges::copy(mine, text.begin());
-  comm.broadcast(std::span(text), 0, Traffic::kControl).wait();
+  broadcast_on_host(comm, std::span(text), 0, Traffic::kControl);
   return {text.begin(), text.end()};
 }
 
@@ -50,7 +52,7 @@ std::vector<std::string> exchange_messages(Communicator& comm, const std::string
   std::vector<std::uint8_t> own(kMessageBytes, 0);
   std::memcpy(own.data(), mine.data(), std::min(mine.size(), own.size() - 1));
   std::vector<std::uint8_t> all(own.size() * static_cast<std::size_t>(comm.size()));
-  comm.all_gather(std::span(all), std::span<const std::uint8_t>(own), Traffic::kControl).wait();
+  all_gather_on_host(comm, std::span(all), std::span<const std::uint8_t>(own), Traffic::kControl);
   std::vector<std::string> messages;
   for (std::size_t begin = 0; begin < all.size(); begin += own.size()) {
     messages.emplace_back(reinterpret_cast<const char*>(all.data() + begin));
@@ -64,7 +66,7 @@ void require_agreement(Communicator& comm, std::span<const LayoutField> fields) 
   std::vector<std::int64_t> own;
   for (const LayoutField& field : fields) own.push_back(static_cast<std::int64_t>(hash64(field.text)));
   std::vector<std::int64_t> all(own.size() * static_cast<std::size_t>(comm.size()));
-  comm.all_gather(std::span(all), std::span<const std::int64_t>(own), Traffic::kControl).wait();
+  all_gather_on_host(comm, std::span(all), std::span<const std::int64_t>(own), Traffic::kControl);
 
   std::ostringstream report;
   for (std::size_t f = 0; f < own.size(); ++f) {

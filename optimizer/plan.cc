@@ -24,7 +24,7 @@ Plan make_plan(std::vector<ParamSpec> specs, const Config& config, const Communi
     throw ConfigError("parallel.transport is self, but the communicator has " + std::to_string(comm.size()) +
                       " ranks");
   }
-  if (comm.device_kind() != device.kind) {
+  if (comm.device() != device) {
     throw ConfigError("the communicator (" + comm.describe() +
                       ") does not move bytes of the optimizer's device");
   }

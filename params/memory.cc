@@ -6,6 +6,10 @@
 #include <new>
 #include <utility>
 
+#if MXOPT_WITH_CUDA
+#include "mxopt/params/memory_cuda.h"
+#endif
+
 namespace mxopt {
 
 namespace {
@@ -25,8 +29,8 @@ class HostAllocator final : public Allocator {
 [[noreturn]] void refuse(Device device) {
   if (device.kind == DeviceKind::kCuda) {
     throw ConfigError(
-        "parallel.device: cuda was asked for, but this version has no CUDA backend; allowed: "
-        "host");
+        "parallel.device: cuda was asked for, but this build has no CUDA backend (MXOPT_WITH_CUDA=ON at "
+        "configuration switches it on); allowed: host");
   }
   throw ConfigError("unknown device kind");
 }
@@ -35,20 +39,71 @@ class HostAllocator final : public Allocator {
 
 std::shared_ptr<Allocator> default_allocator(Device device) {
   if (device.kind == DeviceKind::kHost) return std::make_shared<HostAllocator>();
+#if MXOPT_WITH_CUDA
+  if (device.kind == DeviceKind::kCuda) return cuda::make_allocator(device.index);
+#endif
   refuse(device);
 }
 
-void fill_zero(void* data, std::int64_t bytes, Device device, StreamRef) {
+void fill_zero(void* data, std::int64_t bytes, Device device, [[maybe_unused]] StreamRef stream) {
   if (bytes == 0) return;
+#if MXOPT_WITH_CUDA
+  if (device.kind == DeviceKind::kCuda) return cuda::fill_zero(data, bytes, device.index, stream);
+#endif
   if (device.kind != DeviceKind::kHost) refuse(device);
   std::memset(data, 0, static_cast<std::size_t>(bytes));
 }
 
-void copy_bytes(void* to, const void* from, std::int64_t bytes, Device device, StreamRef) {
+void copy_bytes(void* to, const void* from, std::int64_t bytes, Device device,
+                [[maybe_unused]] StreamRef stream) {
   if (bytes == 0) return;
+#if MXOPT_WITH_CUDA
+  if (device.kind == DeviceKind::kCuda) return cuda::copy_bytes(to, from, bytes, device.index, stream);
+#endif
   if (device.kind != DeviceKind::kHost) refuse(device);
   std::memcpy(to, from, static_cast<std::size_t>(bytes));
 }
+
+void synchronize(Device device, [[maybe_unused]] StreamRef stream) {
+#if MXOPT_WITH_CUDA
+  if (device.kind == DeviceKind::kCuda) return cuda::synchronize(device.index, stream);
+#endif
+  if (device.kind != DeviceKind::kHost) refuse(device);
+}
+
+Stream::Stream(Device device) {
+  if (device.kind == DeviceKind::kHost) return;
+#if MXOPT_WITH_CUDA
+  if (device.kind == DeviceKind::kCuda) {
+    native_ = cuda::make_stream(device.index);
+    return;
+  }
+#endif
+  refuse(device);
+}
+
+Event::Event(Device device) {
+  if (device.kind == DeviceKind::kHost) return;
+#if MXOPT_WITH_CUDA
+  if (device.kind == DeviceKind::kCuda) {
+    state_ = cuda::make_event(device.index);
+    return;
+  }
+#endif
+  refuse(device);
+}
+
+namespace {
+
+/// Zeroes memory that no stream knows yet.
+void fill_zero_now(void* data, std::int64_t bytes, Device device) {
+#if MXOPT_WITH_CUDA
+  if (device.kind == DeviceKind::kCuda) return cuda::fill_zero_now(data, bytes, device.index);
+#endif
+  fill_zero(data, bytes, device, StreamRef());
+}
+
+}  // namespace
 
 Buffer::Buffer(std::int64_t bytes, Device device, std::shared_ptr<Allocator> allocator)
     : bytes_(bytes), device_(device), allocator_(std::move(allocator)) {
@@ -60,7 +115,7 @@ Buffer::Buffer(std::int64_t bytes, Device device, std::shared_ptr<Allocator> all
     MXOPT_CHECK(
         data != nullptr && reinterpret_cast<std::uintptr_t>(data) % kAlignmentBytes == 0,
         "the allocator returned " << data << " for " << bytes << " bytes aligned to " << kAlignmentBytes);
-    fill_zero(data, bytes, device_, StreamRef());
+    fill_zero_now(data, bytes, device_);
   } catch (...) {
     allocator_->deallocate(data, bytes);
     throw;

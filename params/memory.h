@@ -19,7 +19,9 @@ struct Device {
   friend bool operator==(Device, Device) = default;
 };
 
-/// A stream of a device, borrowed from the caller. The default value is the host's: work is done at the call.
+/// A stream of a device, borrowed from the caller: on the host there is one, and work is done at the call; on
+/// CUDA it holds a cudaStream_t, and the default value is the device's legacy default stream, used only where
+/// a caller passes it.
 class StreamRef {
  public:
   StreamRef() = default;
@@ -44,7 +46,7 @@ std::shared_ptr<Allocator> default_allocator(Device device);
 /// An owning, move-only, zero-initialised run of bytes whose address never changes.
 class Buffer {
  public:
-  static constexpr std::int64_t kAlignmentBytes = 4096;
+  static constexpr std::int64_t kAlignmentBytes = 256;
 
   Buffer() = default;
   Buffer(std::int64_t bytes, Device device, std::shared_ptr<Allocator> allocator);
@@ -72,7 +74,56 @@ class Buffer {
 /// Sets bytes to zero, in stream order.
 void fill_zero(void* data, std::int64_t bytes, Device device, StreamRef stream);
 
-/// Copies between non-overlapping ranges of one device, in stream order.
+/// Copies between non-overlapping ranges, in stream order; each may be memory of the device or of the host. A
+/// copy from or to pageable host memory may wait for the stream.
 void copy_bytes(void* to, const void* from, std::int64_t bytes, Device device, StreamRef stream);
+
+/// Host waits until everything enqueued on the stream is done.
+void synchronize(Device device, StreamRef stream);
+
+/// A stream of the library's own, which never waits for the default stream. On the host: the host's stream.
+class Stream {
+ public:
+  explicit Stream(Device device);
+  StreamRef ref() const { return StreamRef(native_.get()); }
+
+ private:
+  std::shared_ptr<void> native_;
+};
+
+/// A point in a stream that other streams and the host can wait for. On the host it is passed when it is
+/// recorded. Movable; before the first record() it counts as passed.
+class Event {
+ public:
+  /// What a device implements.
+  class State {
+   public:
+    virtual ~State() = default;
+    virtual void record(StreamRef stream) = 0;
+    virtual void join(StreamRef stream) const = 0;
+    virtual bool passed() const = 0;
+    virtual void wait() const = 0;
+  };
+
+  /// An event of the host.
+  Event() = default;
+  explicit Event(Device device);
+
+  void record(StreamRef stream) {
+    if (state_ != nullptr) state_->record(stream);
+  }
+  /// Later work of `stream` waits for the point.
+  void join(StreamRef stream) const {
+    if (state_ != nullptr) state_->join(stream);
+  }
+  bool passed() const { return state_ == nullptr || state_->passed(); }
+  /// The host waits for the point.
+  void wait() const {
+    if (state_ != nullptr) state_->wait();
+  }
+
+ private:
+  std::unique_ptr<State> state_;
+};
 
 }  // namespace mxopt

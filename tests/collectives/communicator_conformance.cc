@@ -69,7 +69,7 @@ void for_every_type(Check check) {
 void knows_its_place_and_its_health(Communicator& comm) {
   EXPECT_GE(comm.rank(), 0);
   EXPECT_LT(comm.rank(), comm.size());
-  EXPECT_EQ(comm.device_kind(), DeviceKind::kHost);
+  EXPECT_EQ(comm.device(), Device{});
   EXPECT_NE(
       comm.describe().find("rank " + std::to_string(comm.rank()) + " of " + std::to_string(comm.size())),
       std::string::npos)

@@ -5,6 +5,8 @@
 #include <gtest/gtest.h>
 
 #include "communicator_conformance.h"
+#include "support/devices.h"
+#include "support/guarded_bytes.h"
 #include "support/thrown_message.h"
 
 namespace mxopt {
@@ -40,6 +42,25 @@ TEST(SelfCommunicator, EveryCallFailsAfterAbort) {
   EXPECT_THROW(comm.split(0, 0), PeerError);
   EXPECT_FALSE(comm.health().ok);
   EXPECT_EQ(comm.health().reason, "rank 0 aborted: disk full");
+}
+
+TEST(SelfCommunicator, OnADeviceItMovesNothingButCopies) {
+  const Device device{DeviceKind::kCuda, 0};
+  MXOPT_SKIP_WITHOUT(device);
+  SelfCommunicator comm(device);
+  EXPECT_EQ(comm.device(), device);
+  std::vector<std::uint8_t> content(1000);
+  for (std::size_t i = 0; i < content.size(); ++i) content[i] = static_cast<std::uint8_t>(i * 7);
+  const test::GuardedBytes from(device, content);
+  const test::GuardedBytes to(device, 1000, 0xEE);
+  const Stream stream(device);
+  Work reduced = comm.all_reduce(from.span(), ReduceOp::kMax, Traffic::kScales, stream.ref());
+  Work gathered = comm.all_gather(to.span(), from.span(), Traffic::kPlanes, stream.ref());
+  reduced.join(StreamRef());
+  gathered.wait();
+  EXPECT_TRUE(gathered.test());
+  EXPECT_EQ(from.read(), content);
+  EXPECT_EQ(to.read(), content);
 }
 
 }  // namespace

@@ -9,13 +9,18 @@
 
 #include <gtest/gtest.h>
 
+#include "support/devices.h"
+#include "support/guarded_bytes.h"
 #include "support/thrown_message.h"
 
 namespace mxopt {
 namespace {
 
 using test::contains;
+using test::GuardedBytes;
+using test::has_backend;
 using test::thrown_message;
+using test::why_not_usable;
 
 static_assert(!std::is_copy_constructible_v<Buffer>);
 static_assert(!std::is_copy_assignable_v<Buffer>);
@@ -126,21 +131,56 @@ TEST(Buffer, RefusesBadRequestsAndBrokenAllocators) {
     const auto broken = std::make_shared<BrokenAllocator>(address);
     const std::string text = thrown_message<ContractError>([&] { Buffer(8, kHostDevice, broken); });
     EXPECT_TRUE(contains(text, "the allocator returned "));
-    EXPECT_TRUE(contains(text, " for 8 bytes aligned to 4096"));
+    EXPECT_TRUE(contains(text, " for 8 bytes aligned to 256"));
     EXPECT_EQ(broken->freed, 1);
   }
 }
 
-TEST(Memory, FillsAndCopiesExactly) {
-  std::vector<std::uint8_t> from(100), to(100, 0xEE);
-  std::iota(from.begin(), from.end(), std::uint8_t{1});
-  copy_bytes(to.data() + 10, from.data(), 50, kHostDevice, StreamRef());
-  fill_zero(to.data() + 20, 5, kHostDevice, StreamRef());
-  for (std::size_t i = 0; i < to.size(); ++i) {
+class MemoryOf : public ::testing::TestWithParam<DeviceKind> {
+ protected:
+  void SetUp() override { MXOPT_SKIP_WITHOUT(device()); }
+  Device device() const { return {GetParam(), 0}; }
+};
+INSTANTIATE_TEST_SUITE_P(Devices, MemoryOf, ::testing::ValuesIn(test::built_device_kinds()),
+                         [](const auto& kind) { return test::device_kind_name(kind.param); });
+
+TEST_P(MemoryOf, FillsAndCopiesExactly) {
+  std::vector<std::uint8_t> content(100);
+  std::iota(content.begin(), content.end(), std::uint8_t{1});
+  const GuardedBytes from(device(), content);
+  const GuardedBytes to(device(), 100, 0xEE);
+  copy_bytes(to.data() + 10, from.data(), 50, device(), StreamRef());
+  fill_zero(to.data() + 20, 5, device(), StreamRef());
+  const std::vector<std::uint8_t> found = to.read();
+  for (std::size_t i = 0; i < found.size(); ++i) {
     const bool copied = i >= 10 && i < 60;
     const bool zeroed = i >= 20 && i < 25;
-    EXPECT_EQ(to[i], zeroed ? 0 : copied ? from[i - 10] : 0xEE) << "byte " << i;
+    EXPECT_EQ(found[i], zeroed ? 0 : copied ? content[i - 10] : 0xEE) << "byte " << i;
   }
+}
+
+TEST_P(MemoryOf, BuffersAreZeroAndAligned) {
+  for (const std::int64_t bytes : {std::int64_t{1}, std::int64_t{255}, std::int64_t{1} << 20}) {
+    const Buffer buffer(bytes, device(), default_allocator(device()));
+    EXPECT_EQ(reinterpret_cast<std::uintptr_t>(buffer.data()) % Buffer::kAlignmentBytes, 0u);
+    std::vector<std::uint8_t> found(static_cast<std::size_t>(bytes), 0xEE);
+    copy_bytes(found.data(), buffer.data(), bytes, device(), StreamRef());
+    synchronize(device(), StreamRef());
+    EXPECT_TRUE(std::ranges::all_of(found, [](std::uint8_t byte) { return byte == 0; }));
+  }
+}
+
+TEST_P(MemoryOf, EventsArePassedAfterTheirWork) {
+  const Buffer buffer(1 << 20, device(), default_allocator(device()));
+  Event event(device());
+  EXPECT_TRUE(event.passed());
+  fill_zero(buffer.data(), buffer.bytes(), device(), StreamRef());
+  event.record(StreamRef());
+  event.join(StreamRef());
+  event.wait();
+  EXPECT_TRUE(event.passed());
+  Event moved = std::move(event);
+  EXPECT_TRUE(moved.passed());
 }
 
 TEST(Memory, ZeroBytesTouchNothing) {
@@ -149,18 +189,34 @@ TEST(Memory, ZeroBytesTouchNothing) {
 }
 
 TEST(Memory, AMissingBackendNamesTheOptionToSwitchOn) {
+  if (has_backend(DeviceKind::kCuda)) GTEST_SKIP() << "this build has the CUDA backend";
   const std::string expected =
-      "parallel.device: cuda was asked for, but this version has no CUDA backend; allowed: "
-      "host";
+      "parallel.device: cuda was asked for, but this build has no CUDA backend (MXOPT_WITH_CUDA=ON at "
+      "configuration switches it on); allowed: host";
   std::uint8_t byte = 0;
   const auto allocator = std::make_shared<NotingAllocator>();
   const std::vector<std::string> texts = {
       thrown_message<ConfigError>([] { default_allocator(kCudaDevice); }),
       thrown_message<ConfigError>([&] { fill_zero(&byte, 1, kCudaDevice, StreamRef()); }),
       thrown_message<ConfigError>([&] { copy_bytes(&byte, &byte, 1, kCudaDevice, StreamRef()); }),
+      thrown_message<ConfigError>([&] { synchronize(kCudaDevice, StreamRef()); }),
+      thrown_message<ConfigError>([&] { Event event(kCudaDevice); }),
       thrown_message<ConfigError>([&] { Buffer(8, kCudaDevice, allocator); })};
   for (const std::string& text : texts) EXPECT_EQ(text, expected);
   EXPECT_EQ(allocator->freed.size(), allocator->allocated.size());
+}
+
+TEST(Memory, WithoutADeviceTheReasonIsGiven) {
+  if (!has_backend(DeviceKind::kCuda)) GTEST_SKIP() << "this build has no CUDA backend";
+  if (!why_not_usable(kCudaDevice).empty()) {
+    EXPECT_TRUE(contains(thrown_message<ConfigError>([] { default_allocator(kCudaDevice); }),
+                         "parallel.device: cuda was asked for, but no CUDA device can be used here: "));
+    GTEST_SKIP() << why_not_usable(kCudaDevice);
+  }
+  EXPECT_TRUE(contains(thrown_message<ConfigError>([] {
+                         default_allocator({DeviceKind::kCuda, 1000});
+                       }),
+                       "CUDA device 1000 was asked for; this process sees "));
 }
 
 TEST(Memory, AnUnknownDeviceKindIsRefused) {

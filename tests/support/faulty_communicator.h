@@ -48,7 +48,7 @@ class FaultyCommunicator final : public Communicator {
 
   int rank() const override { return inner_.rank(); }
   int size() const override { return inner_.size(); }
-  DeviceKind device_kind() const override { return inner_.device_kind(); }
+  Device device() const override { return inner_.device(); }
   std::string describe() const override { return inner_.describe(); }
   void group_begin() override { inner_.group_begin(); }
   void group_end() override { inner_.group_end(); }

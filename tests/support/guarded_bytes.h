@@ -3,7 +3,6 @@
 
 #include <algorithm>
 #include <cstdint>
-#include <cstring>
 #include <span>
 #include <vector>
 
@@ -45,14 +44,8 @@ class GuardedBytes {
   static constexpr std::uint8_t kGuard = 0xA5;
 
   void copy(std::uint8_t* to, const std::uint8_t* from) const {
-    switch (memory_.device().kind) {
-      case DeviceKind::kHost:
-        std::memcpy(to, from, static_cast<std::size_t>(memory_.bytes()));
-        return;
-      case DeviceKind::kCuda:
-        break;
-    }
-    ADD_FAILURE() << "no way to copy to and from this device";
+    copy_bytes(to, from, memory_.bytes(), memory_.device(), StreamRef());
+    synchronize(memory_.device(), StreamRef());
   }
 
   std::int64_t size_;
