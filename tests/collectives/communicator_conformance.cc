@@ -228,7 +228,7 @@ void nan_of_any_rank_is_not_lost(Communicator& comm) {
   comm.all_reduce(std::span(half), ReduceOp::kSum, Traffic::kGradient).wait();
   comm.all_reduce(std::span(full), ReduceOp::kAvg, Traffic::kGradient).wait();
   comm.all_reduce(std::span(codes), ReduceOp::kMax, Traffic::kScales).wait();
-  EXPECT_EQ(half[0].bits, 0x7FC0);
+  EXPECT_TRUE(std::isnan(bf16_to_fp32(half[0])));  // which NaN is the transport's choice
   EXPECT_TRUE(std::isnan(full[0]));
   EXPECT_EQ(codes[0], 0xFF);
 }
