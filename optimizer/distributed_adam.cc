@@ -7,6 +7,7 @@
 #include <exception>
 #include <sstream>
 
+#include "mxopt/collectives/host_exchange.h"
 #include "mxopt/optimizer/agreement.h"
 #include "mxopt/optimizer/grad_sync.h"
 #include "mxopt/optimizer/initial_coverage.h"
@@ -16,7 +17,8 @@
 #include "mxopt/optimizer/plan.h"
 #include "mxopt/optimizer/schedule.h"
 #include "mxopt/optimizer/step_kernels.h"
-#include "mxopt/params/bf16.h"
+#include "mxopt/optimizer/step_reports.h"
+#include "mxopt/optimizer/step_scalars.h"
 #include "mxopt/params/storage.h"
 
 namespace mxopt {
@@ -86,29 +88,38 @@ class DistributedAdam::Impl {
         grad_sync_(layout(), storage_, comm),
         segments_(layout().segments(comm.rank())),
         segment_of_(layout().params().size(), -1),
-        kernels_(StepKernels::make(make_tables(), device)),
+        kernels_(StepKernels::make(make_tables(), device, allocator_)),
         coverage_(layout().params().size()),
         betas_(config.optimizer.betas),
-        loss_scale_(initial_loss_scale(config.optimizer.loss_scale)),
+        lr_steps_(device.kind == DeviceKind::kHost ? 1 : last_lr_change(config.schedule)),
+        scalars_(group_count(), lr_steps_, initial_state(), device, allocator_),
+        reports_(device, param_count(),
+                 [this](StepRecord& record, const StepOutcome& outcome, auto status) {
+                   complete_record(record, outcome, status);
+                 }),
         report_(make_report(layout(), comm, config.optimizer.grad_dtype)) {
     for (std::size_t i = 0; i < segments_.size(); ++i) {
       segment_of_[index(segments_[i].param)] = static_cast<int>(i);
     }
     report_.gather_staging_bytes = param_sync_.staging_bytes();
     for (const ParamGroup& group : plan_.groups.groups) group_names_.push_back(group.name);
-    scalars_.resize(group_names_.size());
-    publish_loss_scale();
   }
 
   const Layout& layout() const { return plan_.layout; }
   const ConstructionReport& construction() const { return report_; }
   std::span<const std::string> groups() const { return group_names_; }
-  std::span<const float> loss_scale() const { return {&loss_scale_value_, 1}; }
-  std::int64_t steps_taken() const { return steps_taken_; }
+  std::span<const float> loss_scale() const { return scalars_.loss_factor(); }
+
+  std::int64_t steps_taken() {
+    reports_.settle();
+    return steps_taken_;
+  }
 
   void set_steps_taken(std::int64_t steps) {
     MXOPT_CHECK(steps >= 0, "set_steps_taken: " << steps << "; allowed is 0 or more");
+    reports_.settle();
     steps_taken_ = steps;
+    is_taken_set_ = true;
   }
 
   void set_initial(std::string_view name, std::int64_t flat_begin, ConstTypedSpan values, StreamRef stream) {
@@ -126,8 +137,8 @@ class DistributedAdam::Impl {
       const std::int64_t begin = std::max(segment->param_begin, flat_begin);
       const std::int64_t end = std::min(segment->param_begin + segment->elems, flat_begin + values.elems);
       if (begin < end) {
-        copy_to_master(values.sub(begin - flat_begin, end - begin),
-                       master_of(*segment) + (begin - segment->param_begin), stream);
+        kernels_->load_master(master_of(*segment) + (begin - segment->param_begin),
+                              values.sub(begin - flat_begin, end - begin), stream);
       }
     }
     coverage_[index(param)].add(flat_begin, flat_begin + values.elems);
@@ -136,15 +147,21 @@ class DistributedAdam::Impl {
   std::int64_t elems_of(std::string_view name) const { return layout().param(layout().find(name)).elems(); }
 
   std::vector<std::string> publish(StreamRef stream) {
-    require_initialized(stream);
+    require_initialized();
+    std::vector<std::uint8_t> status(param_sync_.status().size());
     guarded(comm_, [&] {
       param_sync_.open(stream);
-      param_sync_.clear_scales(SyncScope::kAll, stream);
+      const std::span<std::uint8_t> scales = param_sync_.scales_to_clear(SyncScope::kAll);
+      fill_zero(scales.data(), static_cast<std::int64_t>(scales.size()), device_, stream);
       kernels_->writeback(stream);
-      share_written(SyncScope::kAll, stream, nullptr);
+      share_written(SyncScope::kAll, stream, nullptr, nullptr);
+      param_sync_.reduced().wait();
+      copy_bytes(status.data(), param_sync_.status().data(), static_cast<std::int64_t>(status.size()),
+                 device_, stream);
+      synchronize(device_, stream);
     });
     published_ = true;
-    return names_with_status(param_sync_.status(), kStatusNonFiniteMaster);
+    return names_with_status(status, kStatusNonFiniteMaster);
   }
 
   GradView grad(std::string_view name) const {
@@ -199,41 +216,40 @@ class DistributedAdam::Impl {
           "step: no weight was published yet; call set_initial() for every param, then publish()" +
           (names.empty() ? "" : "; without an initial value: " + quoted_list(names)));
     }
+    reports_.make_room();
     StepRecord record;
-    StepStatistics statistics;
     PhaseClock clock;
     kernels_->take_launches();
     param_sync_.take_launches();
+    const StepMemory& memory = scalars_.memory();
     guarded(comm_, [&] {
+      tell_changes(stream);
       grad_sync_.finish(stream);
       record.ms.reduce_scatter = clock.lap();
 
       param_sync_.open(stream);
-      kernels_->grad_stats(statistics, stream);
-      statistics.options_hash = options_hash();
-      comm_
-          .all_reduce(std::span(reinterpret_cast<std::int64_t*>(&statistics), kStatisticsElems),
-                      ReduceOp::kSum, Traffic::kStatistics, stream)
-          .wait();
+      kernels_->open_statistics(memory, options_hash(), stream);
+      kernels_->grad_stats(*memory.statistics, stream);
+      comm_.all_reduce(scalars_.statistics(), ReduceOp::kSum, Traffic::kStatistics, stream).join(stream);
       record.ms.statistics = clock.lap();
+      kernels_->decide(memory, step_options(), stream);
     });
-    require_same_options(statistics.options_hash);
+    // A device's outcome is not known yet: its step is not taken, and the report says why.
+    if (is_host() && memory.outcome->options_differ) require_agreement(comm_, option_fields());
 
-    const StepDecision decision = decide(statistics, loss_scale_.scale, config_.optimizer.clip_grad);
-    record.lr = scheduled_lr(config_.schedule, plan_.groups.groups[0].peak_lr, steps_taken_ + 1);
     guarded(comm_, [&] {
-      if (decision.take) {
-        ++steps_taken_;
-        fill_scalars(decision.grad_factor);
-        param_sync_.clear_scales(SyncScope::kTrainable, stream);
-        kernels_->fused_update(scalars_, stream);
-      }
+      kernels_->clear(param_sync_.scales_to_clear(SyncScope::kTrainable), memory.outcome, stream);
+      kernels_->fused_update({memory.scalars, group_names_.size()}, memory.outcome, stream);
       record.ms.update = clock.lap();
-      share_written(SyncScope::kTrainable, stream, &record.ms, decision.take);
+      share_written(SyncScope::kTrainable, stream, &record.ms, memory.outcome);
       grad_sync_.reset(stream);
     });
-    finish_record(record, decision);
-    return StepReport(std::move(record));
+    record.launches = kernels_->take_launches() + param_sync_.take_launches();
+    record.lr = plan_.groups.groups[0].peak_lr;  // until the step is known
+    StepReport report =
+        reports_.add(std::move(record), memory.outcome, param_sync_.status(), param_sync_.reduced(), stream);
+    if (is_host()) *report;
+    return report;
   }
 
   ParamView wait_param(std::string_view name, Plane plane, StreamRef stream) {
@@ -243,8 +259,11 @@ class DistributedAdam::Impl {
                                       << ", storage " << storage_name(layout().param(id).family.storage)
                                       << ") has no column plane; precision.storage: both would store one");
     param_sync_.wait(id, plane, stream);
+    grad_sync_.join_reset(stream);
     return param(name);
   }
+
+  void done_reading(StreamRef stream) { param_sync_.done_reading(stream); }
 
   void require_current(std::string_view name, const ParamView& view, Plane plane) const {
     const int id = layout().find(name);
@@ -322,20 +341,10 @@ class DistributedAdam::Impl {
     return tables;
   }
 
-  void copy_to_master(ConstTypedSpan values, float* master, StreamRef stream) const {
-    if (values.dtype == DType::kFp32) {
-      copy_bytes(master, values.data, values.bytes(), device_, stream);
-      return;
-    }
-    const std::span<const Bf16> source = values.as<Bf16>();
-    std::ranges::transform(source, master, [](Bf16 value) { return bf16_to_fp32(value); });
-  }
-
   /// Collective: throws on every rank when a param has no initial value on one of them.
-  void require_initialized(StreamRef stream) {
+  void require_initialized() {
     std::vector<std::uint8_t> missing = locally_uninitialized();
-    guarded(comm_,
-            [&] { comm_.all_reduce(std::span(missing), ReduceOp::kMax, Traffic::kControl, stream).wait(); });
+    guarded(comm_, [&] { all_reduce_on_host(comm_, std::span(missing), ReduceOp::kMax, Traffic::kControl); });
     const std::vector<std::string> names = names_with_status(missing, 1);
     if (names.empty()) return;
     throw ContractError("publish: " + std::to_string(names.size()) +
@@ -361,13 +370,13 @@ class DistributedAdam::Impl {
     return names;
   }
 
-  /// From written shards to whole params on every rank. The list of messages never depends on `wrote`.
-  void share_written(SyncScope scope, StreamRef stream, PhaseTimes* ms, bool wrote = true) {
+  /// From written shards to whole params on every rank. The list of messages never depends on the outcome.
+  void share_written(SyncScope scope, StreamRef stream, PhaseTimes* ms, const StepOutcome* outcome) {
     PhaseClock clock;
     param_sync_.gather_rows(scope, stream);
     const double rows = clock.lap();
     param_sync_.reduce_scales(scope, stream);
-    if (wrote) kernels_->cast_cut_bands(scope == SyncScope::kAll, stream);
+    kernels_->cast_cut_bands(scope == SyncScope::kAll, outcome, stream);
     const double scales = clock.lap();
     param_sync_.gather_columns(scope, stream);
     if (ms == nullptr) return;
@@ -375,24 +384,50 @@ class DistributedAdam::Impl {
     ms->gather = rows + clock.lap();
   }
 
-  void fill_scalars(float grad_factor) {
-    const double bc1 = 1.0 - integer_power(betas_[0], steps_taken_);
-    const double bc2 = 1.0 - integer_power(betas_[1], steps_taken_);
-    for (std::size_t g = 0; g < scalars_.size(); ++g) {
-      const ParamGroup& group = plan_.groups.groups[g];
-      AdamScalars& s = scalars_[g];
-      s.beta1 = static_cast<float>(betas_[0]);
-      s.beta2 = static_cast<float>(betas_[1]);
-      s.omb1 = static_cast<float>(1.0 - betas_[0]);
-      s.omb2 = static_cast<float>(1.0 - betas_[1]);
-      s.bc1 = static_cast<float>(bc1);
-      s.bc2 = static_cast<float>(bc2);
-      s.eps = static_cast<float>(config_.optimizer.eps);
-      s.lr = static_cast<float>(scheduled_lr(config_.schedule, group.peak_lr, steps_taken_));
-      s.weight_decay = static_cast<float>(group.weight_decay);
-      s.grad_factor = grad_factor;
-      s.decoupled = config_.optimizer.kind == AdamKind::kAdamW;
+  bool is_host() const { return device_.kind == DeviceKind::kHost; }
+  int group_count() const { return static_cast<int>(plan_.groups.groups.size()); }
+
+  StepState initial_state() const {
+    StepState state;
+    state.loss_scale = initial_loss_scale(config_.optimizer.loss_scale);
+    state.loss_factor = static_cast<float>(state.loss_scale.scale);
+    return state;
+  }
+
+  StepOptions step_options() const {
+    const OptimizerConfig& optimizer = config_.optimizer;
+    StepOptions options;
+    options.betas[0] = betas_[0];
+    options.betas[1] = betas_[1];
+    options.eps = optimizer.eps;
+    options.max_norm = optimizer.clip_grad;
+    options.decoupled = optimizer.kind == AdamKind::kAdamW;
+    options.loss_scale_kind = optimizer.loss_scale.kind;
+    options.min_loss_scale = optimizer.loss_scale.min;
+    options.growth_interval = optimizer.loss_scale.growth_interval;
+    options.hysteresis = optimizer.loss_scale.hysteresis;
+    options.hash = options_hash();
+    options.world_size = comm_.size();
+    options.groups = group_count();
+    return options;
+  }
+
+  /// What the user changed since the last step. A device has the rates of all steps to come, since the host
+  /// does not know which of them a step takes; on the host the next one is known and enough.
+  void tell_changes(StreamRef stream) {
+    if (is_taken_set_) scalars_.set_taken(steps_taken_, stream);
+    is_taken_set_ = false;
+    if (!is_host() && !are_groups_changed_) return;
+    are_groups_changed_ = false;
+    const std::int64_t first_step = is_host() ? steps_taken_ + 1 : 1;
+    std::vector<float> weight_decay, lr;
+    for (const ParamGroup& group : plan_.groups.groups) {
+      weight_decay.push_back(static_cast<float>(group.weight_decay));
+      for (std::int64_t i = 0; i < lr_steps_; ++i) {
+        lr.push_back(static_cast<float>(scheduled_lr(config_.schedule, group.peak_lr, first_step + i)));
+      }
     }
+    scalars_.set_groups(weight_decay, lr, first_step, stream);
   }
 
   std::vector<LayoutField> option_fields() const {
@@ -407,49 +442,45 @@ class DistributedAdam::Impl {
   }
 
   std::int64_t options_hash() const {
-    std::uint64_t hash =
-        hash_number(static_cast<double>(steps_taken_), hash_number(betas_[1], hash_number(betas_[0], 1)));
+    std::uint64_t hash = hash_number(betas_[1], hash_number(betas_[0], 1));
     for (const ParamGroup& group : plan_.groups.groups) {
       hash = hash_number(group.weight_decay, hash_number(group.peak_lr, hash));
     }
     return static_cast<std::int64_t>(hash);
   }
 
-  /// The sum of equal hashes is W times one of them; otherwise every rank sees that, and the fields are
-  /// compared.
-  void require_same_options(std::int64_t hash_sum) {
-    const auto expected =
-        static_cast<std::uint64_t>(options_hash()) * static_cast<std::uint64_t>(comm_.size());
-    if (static_cast<std::uint64_t>(hash_sum) == expected) return;
-    require_agreement(comm_, option_fields());
-  }
+  void complete_record(StepRecord& record, const StepOutcome& outcome, std::span<const std::uint8_t> status) {
+    const StepState& after = outcome.after;
+    // Reports may be read in any order.
+    if (after.calls >= calls_) {
+      calls_ = after.calls;
+      steps_taken_ = after.taken;
+    }
+    record.taken = outcome.taken;
+    record.skip_reason = outcome.taken ? SkipReason::kNone : SkipReason::kNonFiniteGradient;
+    record.step = after.taken;
+    record.calls = after.calls;
+    record.consecutive_skips = after.consecutive_skips;
+    record.skipped_total = after.skipped_total;
+    record.grad_norm = outcome.grad_norm;
+    record.clip_factor = outcome.clip_factor;
+    record.loss_scale = outcome.loss_scale;
+    record.next_loss_scale = after.loss_scale.scale;
+    record.lr = scheduled_lr(config_.schedule, record.lr, outcome.taken ? after.taken : after.taken + 1);
+    record.nonfinite_gradient_params = names_with_status(status, kStatusNonFiniteGradient);
+    record.nonfinite_master_params = names_with_status(status, kStatusNonFiniteMaster);
 
-  void finish_record(StepRecord& record, const StepDecision& decision) {
-    ++calls_;
-    consecutive_skips_ = decision.take ? 0 : consecutive_skips_ + 1;
-    if (!decision.take) ++skipped_total_;
-    record.taken = decision.take;
-    record.skip_reason = decision.take ? SkipReason::kNone : SkipReason::kNonFiniteGradient;
-    record.step = steps_taken_;
-    record.calls = calls_;
-    record.consecutive_skips = consecutive_skips_;
-    record.skipped_total = skipped_total_;
-    record.grad_norm = decision.grad_norm;
-    record.clip_factor = decision.clip_factor;
-    record.nonfinite_gradient_params = names_with_status(param_sync_.status(), kStatusNonFiniteGradient);
-    record.nonfinite_master_params = names_with_status(param_sync_.status(), kStatusNonFiniteMaster);
-    record.launches = kernels_->take_launches() + param_sync_.take_launches();
-
-    const LossScaleConfig& scale = config_.optimizer.loss_scale;
-    record.loss_scale = loss_scale_.scale;
-    loss_scale_ = next_loss_scale(loss_scale_, !decision.take, scale.kind, scale.min, scale.growth_interval,
-                                  scale.hysteresis);
-    record.next_loss_scale = loss_scale_.scale;
-    publish_loss_scale();
-
+    if (outcome.options_differ) {
+      throw ContractError(
+          "step: ranks hold different hyper-parameters or counts of taken steps, so nothing was changed; "
+          "every rank "
+          "must call set_lr, set_weight_decay, set_betas and set_steps_taken with the same values before the "
+          "same "
+          "step");
+    }
     const std::int64_t limit = config_.optimizer.max_consecutive_skips;
-    if (limit > 0 && consecutive_skips_ >= limit) {
-      throw ContractError("step: " + std::to_string(consecutive_skips_) +
+    if (limit > 0 && after.consecutive_skips >= limit) {
+      throw ContractError("step: " + std::to_string(after.consecutive_skips) +
                           " steps in a row were skipped (optimizer.max_consecutive_skips is " +
                           std::to_string(limit) +
                           "); the last one because of a non-finite gradient of param '" +
@@ -457,10 +488,9 @@ class DistributedAdam::Impl {
     }
   }
 
-  void publish_loss_scale() { loss_scale_value_ = static_cast<float>(loss_scale_.scale); }
-
   template <class Change>
   void for_groups(std::string_view name, const Change& change) {
+    are_groups_changed_ = true;
     if (name != "*") return change(plan_.groups.find(name));
     for (ParamGroup& group : plan_.groups.groups) change(group);
   }
@@ -478,16 +508,15 @@ class DistributedAdam::Impl {
   std::unique_ptr<StepKernels> kernels_;
   std::vector<InitialCoverage> coverage_;  // [params]
   std::array<double, 2> betas_;
-  LossScaleState loss_scale_;
-  float loss_scale_value_ = 1;
+  std::int64_t lr_steps_;
+  StepScalars scalars_;
+  StepReports reports_;
   std::vector<std::string> group_names_;
-  std::vector<AdamScalars> scalars_;  // [groups]
   ConstructionReport report_;
   bool published_ = false;
-  std::int64_t steps_taken_ = 0;
-  std::int64_t calls_ = 0;
-  std::int64_t consecutive_skips_ = 0;
-  std::int64_t skipped_total_ = 0;
+  bool are_groups_changed_ = true;
+  bool is_taken_set_ = false;
+  std::int64_t steps_taken_ = 0, calls_ = 0;  // of the newest report that is complete
 };
 
 DistributedAdam::DistributedAdam(std::vector<ParamSpec> specs, const Config& config, Communicator& comm,
@@ -555,8 +584,9 @@ void DistributedAdam::require_current(std::string_view name, const ParamView& vi
   impl_->require_current(name, view, plane);
 }
 
-// Host reads are over when the reader returns, so there is nothing to remember.
-void DistributedAdam::done_reading(StreamRef) {}
+void DistributedAdam::done_reading(StreamRef stream) {
+  impl_->done_reading(stream);
+}
 
 std::span<const float> DistributedAdam::loss_scale() const {
   return impl_->loss_scale();

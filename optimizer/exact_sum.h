@@ -23,8 +23,8 @@ inline constexpr std::int64_t kSumRunElems = 128;
 /// limbs[k] counts units of 2^(32 k - 298). Between normalisations a limb may hold up to 2^31 additions.
 using ExactSum = std::array<std::int64_t, kSumLimbs>;
 
-/// Adds a finite, non-negative multiple of 2^-298.
-MXOPT_HD void add_to_sum(std::int64_t* limbs, double value) {
+/// Adds a finite, non-negative multiple of 2^-298. Limb k is limbs[k * stride].
+MXOPT_HD void add_to_sum(std::int64_t* limbs, double value, int stride = 1) {
 #if defined(__CUDA_ARCH__)
   const std::uint64_t bits = static_cast<std::uint64_t>(__double_as_longlong(value));
 #else
@@ -41,9 +41,10 @@ MXOPT_HD void add_to_sum(std::int64_t* limbs, double value) {
   const int shift = place % 32;
   const std::uint64_t low = (whole & 0xFFFFFFFFu) << shift;
   const std::uint64_t high = (whole >> 32) << shift;
-  limbs[limb] += static_cast<std::int64_t>(low & 0xFFFFFFFFu);
-  if (limb + 1 < kSumLimbs) limbs[limb + 1] += static_cast<std::int64_t>((low >> 32) + (high & 0xFFFFFFFFu));
-  if (limb + 2 < kSumLimbs) limbs[limb + 2] += static_cast<std::int64_t>(high >> 32);
+  std::int64_t* const lowest = limbs + limb * stride;
+  *lowest += static_cast<std::int64_t>(low & 0xFFFFFFFFu);
+  if (limb + 1 < kSumLimbs) lowest[stride] += static_cast<std::int64_t>((low >> 32) + (high & 0xFFFFFFFFu));
+  if (limb + 2 < kSumLimbs) lowest[2 * stride] += static_cast<std::int64_t>(high >> 32);
 }
 
 /// Brings every limb but the last below 2^32.

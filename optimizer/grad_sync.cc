@@ -12,7 +12,9 @@ GradSync::GradSync(const Layout& layout, const ParamStorage& storage, Communicat
       names_in_bucket_(layout.buckets().size(), 0),
       ready_in_bucket_(layout.buckets().size(), 0),
       ready_now_(layout.params().size(), 0),
-      ready_ever_(layout.params().size(), 0) {
+      ready_ever_(layout.params().size(), 0),
+      writers_(layout.buckets().size()),
+      cleared_(storage.device()) {
   for (const ParamLayout& param : layout.params()) {
     ++names_in_bucket_[static_cast<std::size_t>(param.bucket)];
     has_accumulating_ = has_accumulating_ || param.grad_mode == GradMode::kAccumulate;
@@ -49,7 +51,28 @@ void GradSync::ready(int param, StreamRef stream) {
   ready_now_[static_cast<std::size_t>(param)] = 1;
   ready_ever_[static_cast<std::size_t>(param)] = 1;
   ++ready_in_bucket_[static_cast<std::size_t>(layout.bucket)];
+  note_writer(layout.bucket, stream);
   if (last_micro_batch_) issue_ready_buckets(stream);
+}
+
+void GradSync::note_writer(int bucket, StreamRef stream) {
+  Writers& writers = writers_[static_cast<std::size_t>(bucket)];
+  if (writers.has_current && writers.current.native() != stream.native()) {
+    // Why now and not at each call: nearly always one stream writes all gradients, and then no event is
+    // needed.
+    writers.left.emplace_back(storage_.device());
+    writers.left.back().record(writers.current);
+  }
+  writers.has_current = true;
+  writers.current = stream;
+}
+
+void GradSync::join_writers(int bucket, StreamRef stream) {
+  Writers& writers = writers_[static_cast<std::size_t>(bucket)];
+  if (writers.has_current) note_writer(bucket, stream);
+  for (const Event& event : writers.left) event.join(stream);
+  writers.left.clear();
+  writers.has_current = false;
 }
 
 void GradSync::issue_ready_buckets(StreamRef stream) {
@@ -65,6 +88,7 @@ void GradSync::issue(int bucket, StreamRef stream) {
   next_bucket_ = bucket + 1;
   const Bucket& layout = layout_.bucket(bucket);
   if (layout.family.frozen) return;
+  join_writers(bucket, stream);
   const TypedSpan grads = storage_.gradients(bucket);
   for (int member : layout.params) {
     const ParamLayout& param = layout_.param(member);
@@ -97,6 +121,7 @@ void GradSync::reset(StreamRef stream) {
   // The gradients of all buckets are one allocation, back to back.
   fill_zero(storage_.gradients(index).data, layout_.grad_elems() * dtype_bytes(storage_.grad_dtype()),
             storage_.device(), stream);
+  cleared_.record(stream);
 }
 
 }  // namespace mxopt

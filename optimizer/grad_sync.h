@@ -30,8 +30,20 @@ class GradSync {
   void finish(StreamRef stream);
   /// After the step: zeroes what accumulates, and forgets who was ready.
   void reset(StreamRef stream);
+  /// Later work of `stream` waits until gradients may be written.
+  void join_reset(StreamRef stream) const { cleared_.join(stream); }
 
  private:
+  /// The streams on which a bucket's gradients became final.
+  struct Writers {
+    std::vector<Event> left;  // recorded when another stream followed
+    bool has_current = false;
+    StreamRef current;
+  };
+
+  void note_writer(int bucket, StreamRef stream);
+  /// Later work of `stream` waits for the bucket's gradients.
+  void join_writers(int bucket, StreamRef stream);
   void issue_ready_buckets(StreamRef stream);
   void issue(int bucket, StreamRef stream);
 
@@ -42,7 +54,9 @@ class GradSync {
   std::vector<int> ready_in_bucket_;
   std::vector<char> ready_now_;   // [params] in this micro-batch
   std::vector<char> ready_ever_;  // [params] since the last step
+  std::vector<Writers> writers_;  // [buckets]
   std::vector<Work> works_;       // one for each issued bucket, in order
+  Event cleared_;
   bool last_micro_batch_ = true;
   bool has_accumulating_ = false;
   int next_bucket_ = 0;

@@ -21,7 +21,8 @@ ParamSync::ParamSync(const Layout& layout, const ParamStorage& storage, Communic
       format_(format),
       scale_layout_(scale_layout),
       rows_(layout.buckets().size()),
-      columns_(layout.buckets().size()) {
+      columns_(layout.buckets().size()),
+      requantized_(storage.device()) {
   if (format_ == GatherFormat::kQuantized) return;
   staging_ = Buffer(layout.row_plane_elems() * dtype_bytes(DType::kBf16), storage.device(), allocator);
   packed_ = Buffer(layout.scale_bytes(), storage.device(), allocator);
@@ -33,7 +34,7 @@ ParamSync::~ParamSync() {
   for (std::vector<Gather>* gathers : {&rows_, &columns_}) {
     for (Gather& gather : *gathers) {
       try {
-        finish(gather, StreamRef());
+        gather.work.wait();
       } catch (const std::exception&) {  // dropped: nobody will read the plane
       }
     }
@@ -67,30 +68,32 @@ std::span<std::uint8_t> ParamSync::status() const {
 }
 
 void ParamSync::open(StreamRef stream) {
-  for (Gather& gather : rows_) finish(gather, stream);
-  for (Gather& gather : columns_) finish(gather, stream);
+  for (std::vector<Gather>* gathers : {&rows_, &columns_}) {
+    for (Gather& gather : *gathers) {
+      join(gather, stream);
+      gather.work = Work();
+    }
+  }
+  for (std::size_t i = 0; i < open_readers_; ++i) readers_[i].join(stream);
+  open_readers_ = 0;
   fill_zero(storage_.scale_head(), storage_.scale_head_bytes(), storage_.device(), stream);
 }
 
-void ParamSync::clear_scales(SyncScope scope, StreamRef stream) {
-  if (format_ == GatherFormat::kBf16) return;
+std::span<std::uint8_t> ParamSync::scales_to_clear(SyncScope scope) const {
+  if (format_ == GatherFormat::kBf16) return {};
   const std::int64_t bytes =
       scope == SyncScope::kAll ? layout_.scale_bytes() : layout_.trainable_scale_bytes();
-  fill_zero(storage_.scales(), bytes, storage_.device(), stream);
+  return {storage_.scales(), static_cast<std::size_t>(bytes)};
 }
 
 void ParamSync::start(Gather& gather, TypedSpan whole, Traffic traffic, StreamRef stream) {
   const std::int64_t shard = whole.elems / comm_.size();
   gather.work = comm_.all_gather(whole, whole.sub(comm_.rank() * shard, shard), traffic, stream);
-  gather.pending = true;
   ++gather.version;
 }
 
-void ParamSync::finish(Gather& gather, StreamRef stream) {
-  if (!gather.pending) return;
-  gather.work.join(stream);  // a gather that failed stays pending, so that its plane is never given out
-  gather.work = Work();
-  gather.pending = false;
+void ParamSync::join(Gather& gather, StreamRef stream) {
+  gather.work.join(stream);  // a gather that failed fails again, so that its plane is never given out
 }
 
 void ParamSync::gather_rows(SyncScope scope, StreamRef stream) {
@@ -116,10 +119,9 @@ void ParamSync::reduce_scales(SyncScope scope, StreamRef stream) {
   if (format_ == GatherFormat::kQuantized) {
     bytes += scope == SyncScope::kAll ? layout_.scale_bytes() : layout_.trainable_scale_bytes();
   }
-  comm_
-      .all_reduce(TypedSpan(storage_.scale_head(), DType::kUint8, bytes), ReduceOp::kMax, Traffic::kScales,
-                  stream)
-      .join(stream);
+  reduced_ = comm_.all_reduce(TypedSpan(storage_.scale_head(), DType::kUint8, bytes), ReduceOp::kMax,
+                              Traffic::kScales, stream);
+  reduced_.join(stream);
 }
 
 void ParamSync::gather_columns(SyncScope scope, StreamRef stream) {
@@ -153,7 +155,7 @@ std::vector<Mxfp8Shard> ParamSync::requantize_batch(SyncScope scope) const {
 
 void ParamSync::requantize(SyncScope scope, StreamRef stream) {
   for (std::size_t b = 0; b < rows_.size(); ++b) {
-    if (layout_.bucket(static_cast<int>(b)).family.format == ParamFormat::kMxfp8) finish(rows_[b], stream);
+    if (layout_.bucket(static_cast<int>(b)).family.format == ParamFormat::kMxfp8) join(rows_[b], stream);
   }
   const std::vector<Mxfp8Shard>& batch = scope == SyncScope::kAll ? whole_batch_ : trainable_batch_;
   const std::span<std::uint8_t> packed =
@@ -161,6 +163,7 @@ void ParamSync::requantize(SyncScope scope, StreamRef stream) {
   partial_amax(batch, packed, storage_.device(), stream);
   partial_cast(batch, packed, {}, storage_.device(), stream);
   launches_ += 2;
+  requantized_.record(stream);
   for (std::size_t b = 0; b < columns_.size(); ++b) {
     const Family& family = layout_.bucket(static_cast<int>(b)).family;
     if (family.has_column() && covers(scope, family)) ++columns_[b].version;
@@ -175,8 +178,15 @@ const ParamSync::Gather& ParamSync::gather_of(int param, Plane plane) const {
 void ParamSync::wait(int param, Plane plane, StreamRef stream) {
   const auto bucket = static_cast<std::size_t>(layout_.param(param).bucket);
   Gather& gather = plane == Plane::kRow ? rows_[bucket] : columns_[bucket];
-  finish(gather, stream);
+  join(gather, stream);
+  reduced_.join(stream);
+  requantized_.join(stream);
   gather.waited_version = gather.version;
+}
+
+void ParamSync::done_reading(StreamRef stream) {
+  if (open_readers_ == readers_.size()) readers_.emplace_back(storage_.device());
+  readers_[open_readers_++].record(stream);
 }
 
 std::int64_t ParamSync::waited_version(int param, Plane plane) const {

@@ -41,10 +41,12 @@ class ParamSync {
   std::int64_t staging_bytes() const { return staging_.bytes() + packed_.bytes(); }
   MxView planes(int param) const;
 
-  /// Waits for the gathers still in flight, so that planes may be written; clears the status bytes.
+  /// Joins the gathers still in flight and the readers of planes to `stream`, so that planes may be written;
+  /// clears the status bytes.
   void open(StreamRef stream);
-  /// Zeroes the scales of the scope, so that the MAX only sees what is written from here on.
-  void clear_scales(SyncScope scope, StreamRef stream);
+  /// The scales to be zeroed before the scope is written, so that the MAX only sees what is written from then
+  /// on. Empty in the bf16 format.
+  std::span<std::uint8_t> scales_to_clear(SyncScope scope) const;
   /// Starts the gathers that need only the written shards.
   void gather_rows(SyncScope scope, StreamRef stream);
   /// The one packed MAX all-reduce: status bytes, and the scales of the scope.
@@ -52,8 +54,13 @@ class ParamSync {
   /// Starts the gathers of the column planes.
   void gather_columns(SyncScope scope, StreamRef stream);
 
-  /// Joins the gather of the param's plane to `stream`.
+  /// The end of reduce_scales().
+  Work reduced() const { return reduced_; }
+
+  /// Joins the gather of the param's plane, and its scales, to `stream`.
   void wait(int param, Plane plane, StreamRef stream);
+  /// What was enqueued on `stream` so far is the last that it reads of the planes: open() waits for it.
+  void done_reading(StreamRef stream);
   /// How often the param's plane was written.
   std::int64_t version(int param, Plane plane) const { return gather_of(param, plane).version; }
   /// The newest version of the param's plane that was waited for.
@@ -68,14 +75,13 @@ class ParamSync {
  private:
   struct Gather {
     Work work;
-    bool pending = false;
     std::int64_t version = 0;
     std::int64_t waited_version = 0;
   };
 
   const Gather& gather_of(int param, Plane plane) const;
   void start(Gather& gather, TypedSpan whole, Traffic traffic, StreamRef stream);
-  void finish(Gather& gather, StreamRef stream);
+  static void join(Gather& gather, StreamRef stream);
   std::vector<Mxfp8Shard> requantize_batch(SyncScope scope) const;
   void requantize(SyncScope scope, StreamRef stream);
 
@@ -89,6 +95,10 @@ class ParamSync {
   std::vector<Mxfp8Shard> trainable_batch_, whole_batch_;
   int launches_ = 0;
   std::vector<Gather> rows_, columns_;  // [buckets]
+  Work reduced_;
+  Event requantized_;
+  std::vector<Event> readers_;  // the first open_readers_ are of now
+  std::size_t open_readers_ = 0;
 };
 
 }  // namespace mxopt

@@ -21,4 +21,9 @@ double scheduled_lr(const ScheduleConfig& schedule, double peak, std::int64_t st
   return floor + (peak - floor) * share;
 }
 
+std::int64_t last_lr_change(const ScheduleConfig& schedule) {
+  const bool decays = schedule.kind != ScheduleKind::kConstant;
+  return std::max({std::int64_t{1}, schedule.warmup_steps, decays ? schedule.decay_steps : 0});
+}
+
 }  // namespace mxopt

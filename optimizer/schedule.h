@@ -11,4 +11,7 @@ namespace mxopt {
 /// falls to the floor min(min_lr, peak) at decay_steps along a line or half a cosine, and stays there.
 double scheduled_lr(const ScheduleConfig& schedule, double peak, std::int64_t step);
 
+/// The first step, at least 1, from which on the rate stays the same.
+std::int64_t last_lr_change(const ScheduleConfig& schedule);
+
 }  // namespace mxopt

@@ -15,7 +15,9 @@ namespace mxopt {
 struct StepStatistics {
   std::int64_t square_sum[kSumLimbs] = {};  // of the owned gradients, normalised
   std::int64_t nonfinite_runs = 0;          // pieces of owned gradients with a NaN or infinity
-  std::int64_t options_hash = 0;            // of this step's hyper-parameters and step count, for agreement
+  // For agreement, the same on every rank:
+  std::int64_t options_hash = 0;  // of this step's hyper-parameters
+  std::int64_t steps_taken = 0;
 };
 inline constexpr std::int64_t kStatisticsElems = sizeof(StepStatistics) / sizeof(std::int64_t);
 

@@ -12,7 +12,7 @@
 #include <vector>
 
 #include "mxopt/optimizer/adam_math.h"
-#include "mxopt/optimizer/step_decision.h"
+#include "mxopt/optimizer/step_state.h"
 #include "mxopt/params/dtype.h"
 #include "mxopt/params/memory.h"
 #include "mxopt/params/param_spec.h"
@@ -44,30 +44,56 @@ struct StepTables {
   DType grad_dtype = DType::kFp32;
 };
 
+/// Where a step's scalars live: all in the memory of the kernels' device.
+struct StepMemory {
+  StepStatistics* statistics = nullptr;
+  StepState* state = nullptr;
+  StepOutcome* outcome = nullptr;
+  AdamScalars* scalars = nullptr;  // [groups]
+  GroupTable table;
+};
+
 /// Passes of one rank. Pointers in the tables stay valid for the object's life; nothing is allocated after
-/// construction.
+/// construction. All pointers and spans are in the device's memory, and every pass is enqueued on its stream.
+/// A pass that is given an outcome does nothing when that says that the step is not taken.
 class StepKernels {
  public:
   virtual ~StepKernels() = default;
 
+  /// allocator  of what the passes need beside the tables; null: the default one.
   /// Throws ConfigError when the device's backend is not built in.
-  static std::unique_ptr<StepKernels> make(StepTables tables, Device device);
+  static std::unique_ptr<StepKernels> make(StepTables tables, Device device,
+                                           std::shared_ptr<Allocator> allocator = nullptr);
 
-  /// Adds up the squares of all owned gradients, exactly, and marks params with a non-finite one in their
-  /// status byte. Sets every field of `out` but options_hash.
-  virtual void grad_stats(StepStatistics& out, StreamRef stream) = 0;
+  /// Zeroes the statistics, and sets in them what is for agreement between ranks.
+  virtual void open_statistics(const StepMemory& memory, std::int64_t options_hash, StreamRef stream) = 0;
+
+  /// Adds the squares of all owned gradients, exactly, and marks params with a non-finite one in their status
+  /// byte.
+  virtual void grad_stats(StepStatistics& statistics, StreamRef stream) = 0;
+
+  /// advance() on reduced statistics.
+  virtual void decide(const StepMemory& memory, const StepOptions& options, StreamRef stream) = 0;
+
+  /// Zeroes bytes; begin and size are multiples of 16.
+  virtual void clear(std::span<std::uint8_t> bytes, const StepOutcome* outcome, StreamRef stream) = 0;
 
   /// Adam on master and moments, one scalar set per group; in the same pass writes row bytes, complete column
   /// blocks and their scales, and bf16 and fp32 values. Blocks of cut bands only get their partial code, in
   /// the scale array. Frozen params are left out. The scale arrays of the others must be zero before.
-  virtual void fused_update(std::span<const AdamScalars> groups, StreamRef stream) = 0;
+  virtual void fused_update(std::span<const AdamScalars> groups, const StepOutcome* outcome,
+                            StreamRef stream) = 0;
 
   /// The same writeback without an update, frozen params included.
   virtual void writeback(StreamRef stream) = 0;
 
   /// Column bytes of the owned parts of cut bands, with the scales as reduced over ranks.
   /// frozen_too  as in writeback.
-  virtual void cast_cut_bands(bool frozen_too, StreamRef stream) = 0;
+  virtual void cast_cut_bands(bool frozen_too, const StepOutcome* outcome, StreamRef stream) = 0;
+
+  /// master[i] := values[i], fp32 or bf16; values may be in the memory of the host. Not a pass of a step: may
+  /// allocate.
+  virtual void load_master(float* master, ConstTypedSpan values, StreamRef stream) = 0;
 
   /// Launches since the last call.
   int take_launches() { return std::exchange(launches_, 0); }

@@ -238,9 +238,10 @@ class HostStepKernels final : public StepKernels {
     }
   }
 
-  void grad_stats(StepStatistics& out, StreamRef) override {
+  void grad_stats(StepStatistics& statistics, StreamRef) override {
     ++launches_;
     ExactSum total = {};
+    std::ranges::copy(statistics.square_sum, total.begin());
     const auto count = static_cast<std::int64_t>(runs_.size());
     std::int64_t bad_runs = 0;
 #pragma omp parallel reduction(+ : bad_runs)
@@ -260,12 +261,26 @@ class HostStepKernels final : public StepKernels {
       for (std::size_t k = 0; k < total.size(); ++k) total[k] += mine[k];
     }
     normalize_sum(total.data());
-    std::ranges::copy(total, out.square_sum);
-    out.nonfinite_runs = bad_runs;
+    std::ranges::copy(total, statistics.square_sum);
+    statistics.nonfinite_runs += bad_runs;
   }
 
-  void fused_update(std::span<const AdamScalars> groups, StreamRef) override {
-    write(tiles_, groups);
+  void open_statistics(const StepMemory& memory, std::int64_t options_hash, StreamRef) override {
+    *memory.statistics = StepStatistics{};
+    memory.statistics->options_hash = options_hash;
+    memory.statistics->steps_taken = memory.state->taken;
+  }
+
+  void decide(const StepMemory& memory, const StepOptions& options, StreamRef) override {
+    advance(*memory.statistics, options, memory.table, *memory.state, memory.scalars, *memory.outcome);
+  }
+
+  void clear(std::span<std::uint8_t> bytes, const StepOutcome* outcome, StreamRef) override {
+    if (takes(outcome) && !bytes.empty()) std::memset(bytes.data(), 0, bytes.size());
+  }
+
+  void fused_update(std::span<const AdamScalars> groups, const StepOutcome* outcome, StreamRef) override {
+    if (takes(outcome)) write(tiles_, groups);
   }
 
   void writeback(StreamRef) override {
@@ -273,12 +288,25 @@ class HostStepKernels final : public StepKernels {
     write(frozen_tiles_, {});
   }
 
-  void cast_cut_bands(bool frozen_too, StreamRef) override {
+  void cast_cut_bands(bool frozen_too, const StepOutcome* outcome, StreamRef) override {
+    if (!takes(outcome)) return;
     cast(cut_tiles_);
     if (frozen_too) cast(frozen_cut_tiles_);
   }
 
+  void load_master(float* master, ConstTypedSpan values, StreamRef) override {
+    if (values.dtype == DType::kBf16) {
+      widen_bf16(values.as<Bf16>().data(), master, values.elems);
+    } else {
+      std::ranges::copy(values.as<float>(), master);
+    }
+  }
+
  private:
+  static bool takes(const StepOutcome* outcome) {
+    return outcome == nullptr || outcome->taken;
+  }
+
   void add_runs(std::int32_t s, std::vector<Tile>& tiles) const {
     const std::int64_t elems = tables_.segments[static_cast<std::size_t>(s)].elems;
     for (std::int64_t begin = 0; begin < elems; begin += kChunkElems) {

@@ -6,6 +6,7 @@
 #include <memory>
 #include <string>
 #include <string_view>
+#include <utility>
 #include <vector>
 
 namespace mxopt {
@@ -16,7 +17,7 @@ constexpr std::string_view skip_reason_name(SkipReason reason) {
   return reason == SkipReason::kNone ? "none" : "non-finite gradient";
 }
 
-/// Milliseconds of the phases of one step on this rank, as the host saw them.
+/// Milliseconds of the phases of one step on this rank, as the host saw them: on devices, of enqueueing them.
 struct PhaseTimes {
   double reduce_scatter = 0;  // waiting for what was issued before, and issuing the rest
   double statistics = 0;      // sums of squares and their reduction
@@ -43,16 +44,25 @@ struct StepRecord {
   PhaseTimes ms;     // this rank's
 };
 
-/// Handle of a record that may not be complete yet. Reading waits for the step on devices; copies share the
-/// record.
+/// Handle of a record that may not be complete yet. Reading waits for the step on devices, not longer than
+/// the deadline of the communicator; copies share the record. Reading throws ContractError, on every rank
+/// alike, when the step found ranks with different hyper-parameters or reached
+/// optimizer.max_consecutive_skips; on the host step() throws it.
 class StepReport {
  public:
-  explicit StepReport(StepRecord record) : record_(std::make_shared<StepRecord>(std::move(record))) {}
-  const StepRecord& operator*() const { return *record_; }
-  const StepRecord* operator->() const { return record_.get(); }
+  /// Where a record comes from.
+  class Source {
+   public:
+    virtual ~Source() = default;
+    virtual const StepRecord& read() = 0;
+  };
+
+  explicit StepReport(std::shared_ptr<Source> source) : source_(std::move(source)) {}
+  const StepRecord& operator*() const { return source_->read(); }
+  const StepRecord* operator->() const { return &source_->read(); }
 
  private:
-  std::shared_ptr<const StepRecord> record_;
+  std::shared_ptr<Source> source_;
 };
 
 }  // namespace mxopt

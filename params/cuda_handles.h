@@ -4,7 +4,6 @@
 // Handles are move-only, belong to the device they were made on, and are used by one thread at a time.
 #pragma once
 
-#include <cstdint>
 #include <source_location>
 #include <utility>
 
@@ -98,19 +97,5 @@ struct StreamTraits {
   static void destroy(Handle stream) noexcept { cudaStreamDestroy(stream); }
 };
 using UniqueStream = UniqueHandle<StreamTraits>;
-
-/// Host memory that copies from a device reach without a stop; zeroed.
-class PinnedBuffer {
- public:
-  explicit PinnedBuffer(std::int64_t bytes);
-  ~PinnedBuffer();
-  PinnedBuffer(const PinnedBuffer&) = delete;
-  PinnedBuffer& operator=(const PinnedBuffer&) = delete;
-
-  void* data() const { return data_; }
-
- private:
-  void* data_ = nullptr;
-};
 
 }  // namespace mxopt::cuda

@@ -45,6 +45,14 @@ std::shared_ptr<Allocator> default_allocator(Device device) {
   refuse(device);
 }
 
+std::shared_ptr<Allocator> pinned_allocator(Device device) {
+  if (device.kind == DeviceKind::kHost) return std::make_shared<HostAllocator>();
+#if MXOPT_WITH_CUDA
+  if (device.kind == DeviceKind::kCuda) return cuda::make_pinned_allocator(device.index);
+#endif
+  refuse(device);
+}
+
 void fill_zero(void* data, std::int64_t bytes, Device device, [[maybe_unused]] StreamRef stream) {
   if (bytes == 0) return;
 #if MXOPT_WITH_CUDA

@@ -43,6 +43,9 @@ class Allocator {
 /// The library's own allocator for a device. Throws ConfigError when the device's backend is not built in.
 std::shared_ptr<Allocator> default_allocator(Device device);
 
+/// Host memory that copies from and to `device` reach without a stop of the host.
+std::shared_ptr<Allocator> pinned_allocator(Device device);
+
 /// An owning, move-only, zero-initialised run of bytes whose address never changes.
 class Buffer {
  public:

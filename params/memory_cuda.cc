@@ -1,6 +1,5 @@
 #include "mxopt/params/memory_cuda.h"
 
-#include <cstring>
 #include <sstream>
 #include <string>
 
@@ -28,6 +27,22 @@ class CudaAllocator final : public Allocator {
     return data;
   }
   void deallocate(void* data, std::int64_t) noexcept override { cudaFree(data); }
+
+ private:
+  int device_;
+};
+
+class PinnedAllocator final : public Allocator {
+ public:
+  explicit PinnedAllocator(int device) : device_(device) {}
+
+  void* allocate(std::int64_t bytes, std::int64_t) override {
+    const DeviceGuard guard(device_);
+    void* data = nullptr;
+    MXOPT_CUDA_CHECK(cudaHostAlloc(&data, static_cast<std::size_t>(bytes), cudaHostAllocPortable));
+    return data;
+  }
+  void deallocate(void* data, std::int64_t) noexcept override { cudaFreeHost(data); }
 
  private:
   int device_;
@@ -78,16 +93,6 @@ DeviceGuard::~DeviceGuard() {
   if (former_ >= 0) cudaSetDevice(former_);
 }
 
-PinnedBuffer::PinnedBuffer(std::int64_t bytes) {
-  if (bytes == 0) return;
-  MXOPT_CUDA_CHECK(cudaHostAlloc(&data_, static_cast<std::size_t>(bytes), cudaHostAllocPortable));
-  std::memset(data_, 0, static_cast<std::size_t>(bytes));
-}
-
-PinnedBuffer::~PinnedBuffer() {
-  if (data_ != nullptr) cudaFreeHost(data_);
-}
-
 std::shared_ptr<Allocator> make_allocator(int device) {
   int count = 0;
   const cudaError_t error = cudaGetDeviceCount(&count);
@@ -101,6 +106,10 @@ std::shared_ptr<Allocator> make_allocator(int device) {
                       std::to_string(count) + " of them, counted from 0");
   }
   return std::make_shared<CudaAllocator>(device);
+}
+
+std::shared_ptr<Allocator> make_pinned_allocator(int device) {
+  return std::make_shared<PinnedAllocator>(device);
 }
 
 void fill_zero(void* data, std::int64_t bytes, int device, StreamRef stream) {

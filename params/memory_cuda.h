@@ -10,6 +10,7 @@ namespace mxopt::cuda {
 
 /// Throws ConfigError when there is no such device.
 std::shared_ptr<Allocator> make_allocator(int device);
+std::shared_ptr<Allocator> make_pinned_allocator(int device);
 
 void fill_zero(void* data, std::int64_t bytes, int device, StreamRef stream);
 /// `to` and `from` may be memory of the host or of the device.

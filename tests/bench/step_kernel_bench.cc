@@ -157,7 +157,7 @@ void run(int argc, char** argv) {
       for (const DType grad_dtype : {DType::kFp32, DType::kBf16}) {
         for (const bool quarter : {false, true}) {
           Piece piece({storage, grad_dtype, quarter}, options, masters, grads);
-          piece.kernels().fused_update(scalars, {});
+          piece.kernels().fused_update(scalars, nullptr, {});
           const std::int64_t wrong = piece.count_wrong(settings);
           StepStatistics statistics;
           const auto add = [&](const char* phase, std::int64_t bytes, const bench::Times& times) {
@@ -169,7 +169,7 @@ void run(int argc, char** argv) {
           const std::int64_t state_bytes = 24 + (storage == Storage::kBoth ? 2 : 1);
           add("update", piece.elems() * (state_bytes + dtype_bytes(grad_dtype)),
               bench::measure(
-                  options.repeats, [] {}, [&] { piece.kernels().fused_update(scalars, {}); }));
+                  options.repeats, [] {}, [&] { piece.kernels().fused_update(scalars, nullptr, {}); }));
           add("stats", piece.elems() * dtype_bytes(grad_dtype),
               bench::measure(
                   options.repeats, [] {}, [&] { piece.kernels().grad_stats(statistics, {}); }));

@@ -118,10 +118,10 @@ TEST(ParamSync, ScalesOfFrozenParamsAreOnlyClearedWithAll) {
   std::uint8_t* const frozen = rank.sync.planes(rank.id("frozen")).row_scales;
   std::uint8_t* const trained = rank.sync.planes(rank.id("row")).row_scales;
   *frozen = *trained = 9;
-  rank.sync.clear_scales(SyncScope::kTrainable, StreamRef());
+  std::ranges::fill(rank.sync.scales_to_clear(SyncScope::kTrainable), std::uint8_t{0});
   EXPECT_EQ(*frozen, 9);
   EXPECT_EQ(*trained, 0);
-  rank.sync.clear_scales(SyncScope::kAll, StreamRef());
+  std::ranges::fill(rank.sync.scales_to_clear(SyncScope::kAll), std::uint8_t{0});
   EXPECT_EQ(*frozen, 0);
 }
 

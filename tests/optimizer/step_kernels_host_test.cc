@@ -126,8 +126,8 @@ TEST(StepKernelsHost, FusedUpdateIsTheReferenceUpdateAndTheOracleQuantisation) {
           reference::adam_step(expected, param.grad, first_step_settings(decoupled), 1);
           const auto kernels = param.kernels(0, shape.rows * shape.cols);
           const AdamScalars scalars[] = {first_step_scalars(decoupled)};
-          kernels->fused_update(scalars, StreamRef());
-          kernels->cast_cut_bands(false, StreamRef());
+          kernels->fused_update(scalars, nullptr, StreamRef());
+          kernels->cast_cut_bands(false, nullptr, StreamRef());
           EXPECT_TRUE(bits_equal(expected.p, param.master));
           EXPECT_TRUE(bits_equal(expected.m, param.exp_avg));
           EXPECT_TRUE(bits_equal(expected.v, param.exp_avg_sq));
@@ -174,8 +174,8 @@ TEST(StepKernelsHost, ShardsTogetherGiveTheBytesOfTheWholeAtEveryCut) {
           low.column_scales[i] = high.column_scales[i] =
               std::max(low.column_scales[i], high.column_scales[i]);
         }
-        low_kernels->cast_cut_bands(true, StreamRef());
-        high_kernels->cast_cut_bands(true, StreamRef());
+        low_kernels->cast_cut_bands(true, nullptr, StreamRef());
+        high_kernels->cast_cut_bands(true, nullptr, StreamRef());
 
         // Each shard wrote its own range and nothing else.
         for (std::int64_t i = 0; i < elems; ++i) {
@@ -200,7 +200,7 @@ TEST(StepKernelsHost, AShardInsideOneBandCastsOnlyItsPiece) {
   const auto kernels = param.kernels(1280, 1408);
   kernels->writeback(StreamRef());
   param.column_scales = expected.column_scales;  // as the MAX over all ranks gives it
-  kernels->cast_cut_bands(true, StreamRef());
+  kernels->cast_cut_bands(true, nullptr, StreamRef());
   for (std::int64_t i = 0; i < 32 * 352; ++i) {
     const auto at = static_cast<std::size_t>(i);
     const bool owned = i >= 1280 && i < 1408;
@@ -226,7 +226,7 @@ TEST(StepKernelsHost, ValuesOfEveryLengthAreTheReferenceToTheLastElement) {
         reference::AdamState<float> expected(param.master);
         reference::adam_step(expected, param.grad, first_step_settings(decoupled), 1);
         const AdamScalars scalars[] = {first_step_scalars(decoupled)};
-        kernels->fused_update(scalars, StreamRef());
+        kernels->fused_update(scalars, nullptr, StreamRef());
         EXPECT_TRUE(bits_equal(expected.p, param.master));
         EXPECT_TRUE(bits_equal(expected.m, param.exp_avg));
         EXPECT_TRUE(bits_equal(expected.v, param.exp_avg_sq));
@@ -254,8 +254,8 @@ std::uint64_t digest_with_threads(int threads) {
   const AdamScalars scalars[] = {first_step_scalars()};
   StepStatistics statistics;
   kernels->grad_stats(statistics, StreamRef());
-  kernels->fused_update(scalars, StreamRef());
-  kernels->cast_cut_bands(false, StreamRef());
+  kernels->fused_update(scalars, nullptr, StreamRef());
+  kernels->cast_cut_bands(false, nullptr, StreamRef());
   std::uint64_t digest = test::digest_bytes(&statistics, sizeof(statistics));
   for (const auto& param : params) {
     digest = test::digest_bytes(param->master.data(), param->master.size() * 4, digest);
@@ -281,7 +281,7 @@ TEST(StepKernelsHost, EverySegmentUsesTheScalarsOfItsGroup) {
   AdamScalars scalars[] = {first_step_scalars(), first_step_scalars()};
   scalars[0].lr = 0;
   const std::vector<float> start = slow.master;
-  kernels->fused_update(scalars, StreamRef());
+  kernels->fused_update(scalars, nullptr, StreamRef());
   EXPECT_EQ(start, slow.master);  // as numbers: a zero may lose its sign
   EXPECT_NE(start, fast.master);
 }
@@ -296,13 +296,13 @@ TEST(StepKernelsHost, FrozenParamsAreWrittenBackButNeverUpdated) {
   const AdamScalars scalars[] = {first_step_scalars()};
   StepStatistics statistics;
   kernels->grad_stats(statistics, StreamRef());
-  kernels->fused_update(scalars, StreamRef());
-  kernels->cast_cut_bands(false, StreamRef());
+  kernels->fused_update(scalars, nullptr, StreamRef());
+  kernels->cast_cut_bands(false, nullptr, StreamRef());
   EXPECT_TRUE(bits_equal(start, param.master));
   EXPECT_TRUE(std::ranges::all_of(param.row, [](auto byte) { return byte == kUnwritten; }));
   EXPECT_EQ(decide(statistics, 1, 0).grad_norm, 0);
   kernels->writeback(StreamRef());
-  kernels->cast_cut_bands(true, StreamRef());
+  kernels->cast_cut_bands(true, nullptr, StreamRef());
   const reference::Mxfp8 expected = reference::quantize(start, 32, 64, false);
   EXPECT_TRUE(bits_equal(expected.row_data, param.row));
   EXPECT_TRUE(bits_equal(expected.column_data, param.column));

@@ -28,8 +28,10 @@
 
 #include "support/compare.h"
 #include "support/exact_inputs.h"
+#include "support/host_view.h"
 #include "support/reference_mxfp8.h"
 #include "support/run_ranks.h"
+#include "support/staged_communicator.h"
 
 #include "mxopt/collectives/communicator.h"
 #include "mxopt/collectives/self_communicator.h"
@@ -178,6 +180,12 @@ inline Config mixed_config() {
 // Facts: what must not depend on how a scenario is run
 // ---------------------------------------------------------------------------------------------------------
 
+/// Where an optimizer lives, and the stream it is used on.
+struct Place {
+  Device device;
+  StreamRef stream;
+};
+
 struct Fact {
   std::string label;
   std::uint64_t bits = 0;
@@ -213,13 +221,16 @@ inline std::vector<float> whole_state(Communicator& comm, std::int64_t elems, st
 
 /// Digests of the masters and moments, which ranks own in parts, and of the planes, scales and values, which
 /// every rank must hold alike: a difference between ranks throws. Collective on `side`.
-inline Facts state_facts(DistributedAdam& opt, Communicator& side, const std::string& when) {
+inline Facts state_facts(DistributedAdam& opt, Communicator& side, const std::string& when,
+                         Place place = {}) {
   std::vector<std::string> owned_labels, held_labels;
   std::vector<std::int64_t> owned_sums, held;
   for (const ParamLayout& param : opt.layout().params()) {
     if (param.tied_to >= 0) continue;
     const OwnedSlice slice = opt.owned(param.name);
-    const auto add_owned = [&](const char* what, std::span<const float> values) {
+    const auto add_owned = [&](const char* what, std::span<float> memory) {
+      const HostView view(place.device, place.stream, memory);
+      const std::span<const float> values = view.span().as<float>();
       std::uint64_t sum = 0;
       for (std::size_t i = 0; i < values.size(); ++i) {
         sum +=
@@ -231,11 +242,13 @@ inline Facts state_facts(DistributedAdam& opt, Communicator& side, const std::st
     add_owned(" master", slice.master);
     add_owned(" exp_avg", slice.exp_avg);
     add_owned(" exp_avg_sq", slice.exp_avg_sq);
-    const auto add_held = [&](const char* what, const void* data, std::int64_t bytes) {
+    const auto add_held = [&](const char* what, void* data, std::int64_t bytes) {
+      const HostView view(place.device, place.stream, TypedSpan(data, DType::kUint8, bytes));
       held_labels.push_back(when + param.name + what);
-      held.push_back(static_cast<std::int64_t>(digest_bytes(data, static_cast<std::size_t>(bytes))));
+      held.push_back(
+          static_cast<std::int64_t>(digest_bytes(view.span().data, static_cast<std::size_t>(bytes))));
     };
-    ParamView view = opt.wait_param(param.name);
+    ParamView view = opt.wait_param(param.name, Plane::kRow, place.stream);
     if (param.family.format != ParamFormat::kMxfp8) {
       add_held(" values", view.values.data, view.values.bytes());
       continue;
@@ -244,7 +257,7 @@ inline Facts state_facts(DistributedAdam& opt, Communicator& side, const std::st
     add_held(" row data", planes.row_data, planes.elems());
     add_held(" row scales", planes.row_scales, param.row_scales_bytes);
     if (!param.family.has_column()) continue;
-    opt.wait_param(param.name, Plane::kColumn);
+    opt.wait_param(param.name, Plane::kColumn, place.stream);
     add_held(" column data", planes.column_data, planes.elems());
     add_held(" column scales", planes.column_scales, param.column_scales_bytes);
   }
@@ -308,18 +321,19 @@ struct Scenario {
   std::vector<int> digest_after = {-1, 5, 10, 19};  // steps; -1: the first publish
 };
 
-inline void set_all_initial(DistributedAdam& opt, std::span<const ParamSpec> specs, int rank = 0) {
+inline void set_all_initial(DistributedAdam& opt, std::span<const ParamSpec> specs, int rank = 0,
+                            StreamRef stream = {}) {
   for (const ParamSpec& s : specs) {
     if (!s.tied_to.empty()) continue;
     const std::int64_t elems = opt.layout().param(opt.layout().find(s.name)).elems();
     const std::vector<float> values = initial_values(s.name, elems);
     const ConstTypedSpan whole{std::span<const float>(values)};
     if (rank % 2 == 0) {
-      opt.set_initial(s.name, whole);
+      opt.set_initial(s.name, whole, stream);
     } else {  // overlapping slices, out of order
       const std::int64_t third = elems / 3;
-      opt.set_initial(s.name, third, whole.sub(third, elems - third));
-      opt.set_initial(s.name, 0, whole.sub(0, std::min(elems, third + 1)));
+      opt.set_initial(s.name, third, whole.sub(third, elems - third), stream);
+      opt.set_initial(s.name, 0, whole.sub(0, std::min(elems, third + 1)), stream);
     }
   }
 }
@@ -337,7 +351,7 @@ inline std::vector<float> reduced_grad(const ParamSpec& s, std::int64_t elems, i
 }
 
 /// Fills the padding of all gradient buckets through the views next to it. Padding has no view of its own.
-inline void fill_grad_padding(DistributedAdam& opt, float value) {
+inline void fill_grad_padding(DistributedAdam& opt, float value, Place place = {}) {
   for (const Bucket& bucket : opt.layout().buckets()) {
     if (bucket.family.frozen || bucket.params.empty()) continue;
     const ParamLayout& first = opt.layout().param(bucket.params.front());
@@ -347,23 +361,33 @@ inline void fill_grad_padding(DistributedAdam& opt, float value) {
       const ParamLayout& param = opt.layout().param(member);
       std::fill_n(used.begin() + param.bucket_begin, param.elems(), char{1});
     }
-    const TypedSpan whole(start.byte_data() - first.bucket_begin * dtype_bytes(start.dtype), start.dtype,
-                          bucket.elems);
+    const HostView whole(place.device, place.stream,
+                         TypedSpan(start.byte_data() - first.bucket_begin * dtype_bytes(start.dtype),
+                                   start.dtype, bucket.elems));
     const float values[] = {value};
     for (std::int64_t i = 0; i < bucket.elems; ++i) {
-      if (used[static_cast<std::size_t>(i)] == 0) write_values(whole.sub(i, 1), values);
+      if (used[static_cast<std::size_t>(i)] == 0) write_values(whole.span().sub(i, 1), values);
     }
+    whole.store();
   }
 }
 
+inline float loss_scale_of(const DistributedAdam& opt, Place place) {
+  float scale = 0;
+  copy_bytes(&scale, opt.loss_scale().data(), sizeof(scale), place.device, place.stream);
+  synchronize(place.device, place.stream);
+  return scale;
+}
+
 /// One step's backward pass: one or two micro-batches, every rank in another order, with the loss scale.
-inline void feed(DistributedAdam& opt, const Scenario& scenario, int step, int rank, int size) {
+inline void feed(DistributedAdam& opt, const Scenario& scenario, int step, int rank, int size,
+                 Place place = {}) {
   const int micro_batches = step % 3 == 1 ? 2 : 1;
-  const float scale = opt.loss_scale()[0];
+  const float scale = loss_scale_of(opt, place);
   for (int micro = 0; micro < micro_batches; ++micro) {
     const bool last = micro == micro_batches - 1;
     opt.begin_backward(last);
-    if (scenario.nan_padding) fill_grad_padding(opt, std::numeric_limits<float>::quiet_NaN());
+    if (scenario.nan_padding) fill_grad_padding(opt, std::numeric_limits<float>::quiet_NaN(), place);
     std::vector<std::size_t> order(scenario.specs.size());
     std::iota(order.rbegin(), order.rend(), std::size_t{0});
     if (!order.empty()) {
@@ -373,31 +397,33 @@ inline void feed(DistributedAdam& opt, const Scenario& scenario, int step, int r
     for (const std::size_t at : order) {
       const ParamSpec& s = scenario.specs[at];
       if (!is_fed(s, step)) continue;
-      const GradView grad = opt.grad(s.name);
+      const GradMode mode = opt.grad(s.name).mode;
+      const HostView grad(place.device, place.stream, opt.grad(s.name).data);
+      const TypedSpan data = grad.span();
       const bool is_shared = s.name == "head.weight" || s.name == "embed.weight";
-      const std::vector<float> values =
-          grad_values(is_shared ? "embed.weight" : s.name, grad.data.elems, step);
-      if (grad.mode == GradMode::kOverwrite) {
-        if (last) write_values(grad.data, values, scale);
+      const std::vector<float> values = grad_values(is_shared ? "embed.weight" : s.name, data.elems, step);
+      if (mode == GradMode::kOverwrite) {
+        if (last) write_values(data, values, scale);
       } else {
-        add_values(grad.data, values, scale / static_cast<float>(micro_batches * (is_shared ? 2 : 1)));
+        add_values(data, values, scale / static_cast<float>(micro_batches * (is_shared ? 2 : 1)));
       }
       if (last && scenario.with_skips && s.name == "stack" && rank == step % size &&
           (step == 4 || step == 5)) {
         const float bad[] = {step == 4 ? std::numeric_limits<float>::quiet_NaN()
                                        : -std::numeric_limits<float>::infinity()};
-        write_values(grad.data.sub(grad.data.elems - 1, 1), bad);
+        write_values(data.sub(data.elems - 1, 1), bad);
       }
       if (last && scenario.with_skips && s.name == "norm.0" && step == 12) {
         const float bad[] = {std::numeric_limits<float>::infinity()};
-        write_values(grad.data.sub(0, 1), bad);
+        write_values(data.sub(0, 1), bad);
       }
-      opt.grad_ready(s.name);
+      grad.store();
+      opt.grad_ready(s.name, place.stream);
     }
   }
 }
 
-inline void change_between_steps(DistributedAdam& opt, int step) {
+inline void change_between_steps(DistributedAdam& opt, int step, Place place = {}) {
   if (step == 8) {
     opt.set_lr("mlp", 2e-3);
     opt.set_weight_decay("*", 0.05);
@@ -406,9 +432,11 @@ inline void change_between_steps(DistributedAdam& opt, int step) {
   if (step == 10) {
     for (const ParamLayout& param : opt.layout().params()) {
       if (param.tied_to >= 0) continue;
-      for (float& value : opt.owned(param.name).master) value *= 0.75f;
+      const HostView master(place.device, place.stream, opt.owned(param.name).master);
+      for (float& value : master.span().as<float>()) value *= 0.75f;
+      master.store();
     }
-    opt.publish();
+    opt.publish(place.stream);
   }
   if (step == 15) opt.set_lr("*", 1e-3);
 }
@@ -421,38 +449,49 @@ struct StepContext {
   const StepRecord& record;
 };
 
-/// Runs the scenario on one rank. `after_step` is called after every step.
+/// Runs the scenario on one rank. `after_step` is called after every step, and makes each wait for its
+/// report. device  CUDA: bytes between ranks go through `comm`, a host transport; one rank is its own group.
 inline Facts run_scenario(Communicator& comm, const Scenario& scenario,
-                          const std::function<void(const StepContext&)>& after_step = {}) {
+                          const std::function<void(const StepContext&)>& after_step = {},
+                          Device device = {}) {
   set_kernel_threads(scenario.threads);
   const std::unique_ptr<Communicator> side = comm.split(0, comm.rank());
-  DistributedAdam opt(scenario.specs, scenario.config, comm);
-  set_all_initial(opt, scenario.specs, comm.rank());
-  opt.publish();
+  const Stream stream(device);
+  const Place place{device, stream.ref()};
+  StagedCommunicator staged(comm, device);
+  SelfCommunicator alone(device);
+  Communicator& device_comm = comm.size() == 1 ? static_cast<Communicator&>(alone) : staged;
+  DistributedAdam opt(scenario.specs, scenario.config, device.kind == DeviceKind::kHost ? comm : device_comm,
+                      device);
+  set_all_initial(opt, scenario.specs, comm.rank(), place.stream);
+  opt.publish(place.stream);
   Facts facts;
   const auto digest = [&](int step) {
     if (std::ranges::find(scenario.digest_after, step) == scenario.digest_after.end()) return;
-    std::ranges::move(state_facts(opt, *side, "after step " + std::to_string(step) + ": "),
+    std::ranges::move(state_facts(opt, *side, "after step " + std::to_string(step) + ": ", place),
                       std::back_inserter(facts));
   };
   digest(-1);
+  std::vector<StepReport> reports;
   for (int step = 0; step < scenario.steps; ++step) {
-    if (scenario.with_changes) change_between_steps(opt, step);
-    feed(opt, scenario, step, comm.rank(), comm.size());
-    const StepReport report = opt.step();
-    add_record_facts(facts, *report, "step " + std::to_string(step) + ": ");
-    if (after_step) after_step({opt, *side, step, *report});
+    if (scenario.with_changes) change_between_steps(opt, step, place);
+    feed(opt, scenario, step, comm.rank(), comm.size(), place);
+    reports.push_back(opt.step(place.stream));
+    if (after_step) after_step({opt, *side, step, *reports.back()});
     digest(step);
+  }
+  for (int step = 0; step < scenario.steps; ++step) {
+    add_record_facts(facts, *reports[static_cast<std::size_t>(step)], "step " + std::to_string(step) + ": ");
   }
   return facts;
 }
 
 /// The facts of rank 0 of W ranks in threads; throws when another rank has others.
 inline Facts run_world(int size, const Scenario& scenario,
-                       const std::function<void(const StepContext&)>& after_step = {}) {
+                       const std::function<void(const StepContext&)>& after_step = {}, Device device = {}) {
   std::vector<Facts> facts(static_cast<std::size_t>(size));
   run_ranks(size, [&](Communicator& comm) {
-    facts[static_cast<std::size_t>(comm.rank())] = run_scenario(comm, scenario, after_step);
+    facts[static_cast<std::size_t>(comm.rank())] = run_scenario(comm, scenario, after_step, device);
   });
   for (const Facts& other : facts) {
     const ::testing::AssertionResult same = same_facts(facts[0], other);

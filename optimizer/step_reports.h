@@ -1,0 +1,61 @@
+// Outcomes of steps on their way from the device to the host.
+#pragma once
+
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <span>
+#include <vector>
+
+#include "mxopt/collectives/communicator.h"
+#include "mxopt/optimizer/step_report.h"
+#include "mxopt/optimizer/step_state.h"
+#include "mxopt/params/memory.h"
+
+namespace mxopt {
+
+class StepReports {
+ public:
+  /// Completes a record from what came back; throws ContractError for what the trainer must not miss.
+  using Complete = std::function<void(StepRecord& record, const StepOutcome& outcome,
+                                      std::span<const std::uint8_t> status)>;
+
+  /// Steps that may be under way before a call waits for the oldest: 8 on devices, none on the host.
+  static int depth_of(Device device) { return device.kind == DeviceKind::kHost ? 1 : 8; }
+
+  /// status_bytes  of the params, behind each outcome.
+  StepReports(Device device, std::int64_t status_bytes, Complete complete);
+  /// Reports that are held and not complete say that the optimizer is gone.
+  ~StepReports();
+  StepReports(const StepReports&) = delete;
+  StepReports& operator=(const StepReports&) = delete;
+
+  /// Before a step: completes the report whose memory the step will use, and throws what it found. Every rank
+  /// sees the same steps here, in the same call.
+  void make_room();
+
+  /// Enqueues the copies of `outcome` and `status`.
+  /// last  a call whose end means that no peer is missing; it is waited for first, for the sake of its
+  /// deadline.
+  StepReport add(StepRecord record, const StepOutcome* outcome, std::span<const std::uint8_t> status,
+                 Work last, StreamRef stream);
+
+  /// Completes all reports; what they found is thrown when they are read.
+  void settle();
+
+ private:
+  class Pending;
+  struct Slot {
+    Buffer memory;  // host memory that the device reaches: StepOutcome, then the status bytes
+    Event written;
+    std::shared_ptr<Pending> pending;
+  };
+
+  Device device_;
+  std::int64_t status_bytes_;
+  Complete complete_;
+  std::vector<Slot> slots_;
+  std::size_t next_ = 0;
+};
+
+}  // namespace mxopt

@@ -1,0 +1,61 @@
+#include "mxopt/optimizer/step_scalars.h"
+
+#include <utility>
+
+#include "mxopt/params/block_geometry.h"
+
+namespace mxopt {
+
+namespace {
+
+/// Hands out pieces of one buffer, each aligned to 128 bytes.
+class Pieces {
+ public:
+  template <class T>
+  T* take(std::uint8_t* base, std::int64_t count) {
+    T* const piece = reinterpret_cast<T*>(base + used_);
+    used_ += round_up(count * static_cast<std::int64_t>(sizeof(T)), 128);
+    return piece;
+  }
+  std::int64_t used() const { return used_; }
+
+ private:
+  std::int64_t used_ = 0;
+};
+
+}  // namespace
+
+StepScalars::StepScalars(int groups, std::int64_t lr_steps, const StepState& initial, Device device,
+                         std::shared_ptr<Allocator> allocator)
+    : device_(device) {
+  const auto lay_out = [&](std::uint8_t* base) {
+    Pieces pieces;
+    memory_.statistics = pieces.take<StepStatistics>(base, 1);
+    memory_.state = pieces.take<StepState>(base, 1);
+    memory_.outcome = pieces.take<StepOutcome>(base, 1);
+    memory_.scalars = pieces.take<AdamScalars>(base, groups);
+    memory_.table.weight_decay = weight_decay_ = pieces.take<float>(base, groups);
+    memory_.table.lr = lr_ = pieces.take<float>(base, groups * lr_steps);
+    return pieces.used();
+  };
+  buffer_ = Buffer(lay_out(nullptr), device, std::move(allocator));
+  lay_out(buffer_.data());
+  memory_.table.lr_steps = lr_steps;
+  const Stream setup(device);
+  copy_bytes(memory_.state, &initial, sizeof(initial), device_, setup.ref());
+  synchronize(device_, setup.ref());
+}
+
+void StepScalars::set_groups(std::span<const float> weight_decay, std::span<const float> lr,
+                             std::int64_t first_lr_step, StreamRef stream) {
+  memory_.table.first_lr_step = first_lr_step;
+  copy_bytes(weight_decay_, weight_decay.data(), static_cast<std::int64_t>(weight_decay.size_bytes()),
+             device_, stream);
+  copy_bytes(lr_, lr.data(), static_cast<std::int64_t>(lr.size_bytes()), device_, stream);
+}
+
+void StepScalars::set_taken(std::int64_t taken, StreamRef stream) {
+  copy_bytes(&memory_.state->taken, &taken, sizeof(taken), device_, stream);
+}
+
+}  // namespace mxopt

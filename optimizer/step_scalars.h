@@ -1,0 +1,42 @@
+// The scalars of a step in the optimizer's memory, and what the host changes in them between steps.
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <span>
+
+#include "mxopt/optimizer/step_kernels.h"
+#include "mxopt/params/dtype.h"
+#include "mxopt/params/memory.h"
+
+namespace mxopt {
+
+class StepScalars {
+ public:
+  /// lr_steps  entries of each group's table of learning rates.
+  StepScalars(int groups, std::int64_t lr_steps, const StepState& initial, Device device,
+              std::shared_ptr<Allocator> allocator);
+
+  const StepMemory& memory() const { return memory_; }
+  /// [kStatisticsElems] int64, to be summed over ranks.
+  TypedSpan statistics() const { return {memory_.statistics, DType::kInt64, kStatisticsElems}; }
+  /// [1]: what the trainer multiplies the loss by.
+  std::span<const float> loss_factor() const { return {&memory_.state->loss_factor, 1}; }
+
+  // In the order of the stream; the arguments may be gone when the call returns.
+
+  /// weight_decay  [groups]
+  /// lr            [groups][lr_steps], of the taken steps from first_lr_step on
+  void set_groups(std::span<const float> weight_decay, std::span<const float> lr, std::int64_t first_lr_step,
+                  StreamRef stream);
+  void set_taken(std::int64_t taken, StreamRef stream);
+
+ private:
+  Device device_;
+  Buffer buffer_;
+  StepMemory memory_;
+  float* weight_decay_ = nullptr;
+  float* lr_ = nullptr;
+};
+
+}  // namespace mxopt

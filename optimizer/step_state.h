@@ -1,0 +1,109 @@
+// How one step changes the optimizer's scalars: counters, loss scale, and what Adam needs of each group.
+//
+// Everything here lives in the optimizer's own memory, host or device, so that a step on a device never waits
+// for the host; advance() is the one function that changes it.
+#pragma once
+
+#include <cstdint>
+
+#include "mxopt/optimizer/adam_math.h"
+#include "mxopt/optimizer/loss_scale.h"
+#include "mxopt/optimizer/step_decision.h"
+#include "mxopt/params/host_device.h"
+
+namespace mxopt {
+
+/// What a step leaves for the next one. Equal on all ranks.
+struct StepState {
+  std::int64_t taken = 0;
+  std::int64_t calls = 0;
+  std::int64_t consecutive_skips = 0;
+  std::int64_t skipped_total = 0;
+  LossScaleState loss_scale;
+  float loss_factor = 1;  // loss_scale.scale as the trainer multiplies by it
+};
+
+/// What the host tells a step. Changes take effect at the next one.
+struct StepOptions {
+  double betas[2] = {0, 0};
+  double eps = 0;
+  double max_norm = 0;  // 0: no clipping
+  bool decoupled = true;
+  LossScaleKind loss_scale_kind = LossScaleKind::kNone;
+  double min_loss_scale = 1;
+  std::int64_t growth_interval = 1;
+  std::int64_t hysteresis = 1;
+  std::int64_t hash = 0;  // of what the user may change between steps
+  int world_size = 1;
+  int groups = 0;
+};
+
+/// Learning rates and weight decays of the groups, in the optimizer's memory.
+struct GroupTable {
+  const float* weight_decay = nullptr;  // [groups]
+  const float* lr = nullptr;            // [groups][lr_steps], of the taken steps from first_lr_step on
+  std::int64_t first_lr_step = 1;
+  std::int64_t lr_steps = 1;  // later steps have the last rate
+
+  MXOPT_HD float lr_of(int group, std::int64_t step) const {
+    const std::int64_t last = lr_steps - 1;
+    const std::int64_t at = step - first_lr_step;
+    return lr[group * lr_steps + (at < last ? at : last)];
+  }
+};
+
+/// What one step() call did.
+struct StepOutcome {
+  bool taken = false;
+  bool options_differ = false;  // ranks were told different things: nothing was changed
+  StepState after;
+  double loss_scale = 1;  // used for this step's gradients
+  double grad_norm = 0;
+  float clip_factor = 1;
+};
+
+/// From reduced statistics to the decision, the groups' scalars for fused_update, and the next state.
+/// scalars  [options.groups]; written only when the step is taken.
+MXOPT_HD void advance(StepStatistics& reduced, const StepOptions& options, const GroupTable& table,
+                      StepState& state, AdamScalars* scalars, StepOutcome& outcome) {
+  // Sums of equal values over ranks, modulo 2^64.
+  const auto ranks = static_cast<std::uint64_t>(options.world_size);
+  outcome.options_differ =
+      static_cast<std::uint64_t>(reduced.options_hash) != ranks * static_cast<std::uint64_t>(options.hash) ||
+      static_cast<std::uint64_t>(reduced.steps_taken) != ranks * static_cast<std::uint64_t>(state.taken);
+  const StepDecision decision = decide(reduced, state.loss_scale.scale, options.max_norm);
+  outcome.taken = decision.take && !outcome.options_differ;
+  outcome.grad_norm = decision.grad_norm;
+  outcome.clip_factor = decision.clip_factor;
+  outcome.loss_scale = state.loss_scale.scale;
+
+  if (!outcome.options_differ) {
+    ++state.calls;
+    state.consecutive_skips = decision.take ? 0 : state.consecutive_skips + 1;
+    state.skipped_total += decision.take ? 0 : 1;
+    state.taken += decision.take ? 1 : 0;
+    state.loss_scale = next_loss_scale(state.loss_scale, !decision.take, options.loss_scale_kind,
+                                       options.min_loss_scale, options.growth_interval, options.hysteresis);
+    state.loss_factor = static_cast<float>(state.loss_scale.scale);
+  }
+  outcome.after = state;
+  if (!outcome.taken) return;
+
+  AdamScalars common;
+  common.beta1 = static_cast<float>(options.betas[0]);
+  common.beta2 = static_cast<float>(options.betas[1]);
+  common.omb1 = static_cast<float>(1.0 - options.betas[0]);
+  common.omb2 = static_cast<float>(1.0 - options.betas[1]);
+  common.bc1 = static_cast<float>(1.0 - integer_power(options.betas[0], state.taken));
+  common.bc2 = static_cast<float>(1.0 - integer_power(options.betas[1], state.taken));
+  common.eps = static_cast<float>(options.eps);
+  common.grad_factor = decision.grad_factor;
+  common.decoupled = options.decoupled;
+  for (int group = 0; group < options.groups; ++group) {
+    scalars[group] = common;
+    scalars[group].lr = table.lr_of(group, state.taken);
+    scalars[group].weight_decay = table.weight_decay[group];
+  }
+}
+
+}  // namespace mxopt

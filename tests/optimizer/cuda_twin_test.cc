@@ -1,0 +1,90 @@
+// The optimizer on a CUDA device against the one on the host: the same facts, bit for bit.
+//
+// Several ranks share one device here; their bytes go through host memory. What NCCL carries is tested with
+// it.
+#include <gtest/gtest.h>
+
+#include "support/devices.h"
+#include "support/optimizer_fixture.h"
+
+namespace mxopt {
+namespace {
+
+using test::run_world;
+using test::same_facts;
+using test::Scenario;
+using test::spec;
+
+constexpr Device kCuda{DeviceKind::kCuda, 0};
+
+class CudaTwin : public ::testing::Test {
+ protected:
+  void SetUp() override { MXOPT_SKIP_WITHOUT(kCuda); }
+};
+
+TEST_F(CudaTwin, TwentyStepsGiveTheFactsOfTheHostForEveryWorldSize) {
+  for (const test::NamedScenario& named : test::invariance_scenarios()) {
+    const test::Facts expected = run_world(1, named.scenario);
+    for (const int size : {1, 2, 3, 7}) {
+      SCOPED_TRACE(std::string(named.name) + ", W " + std::to_string(size));
+      EXPECT_TRUE(same_facts(expected, run_world(size, named.scenario, {}, kCuda)));
+    }
+  }
+}
+
+TEST_F(CudaTwin, SmallBucketsAndNanInPaddingChangeNothing) {
+  Scenario scenario;
+  const test::Facts expected = run_world(1, scenario);
+  scenario.config.optimizer.bucket_elems = 3000;
+  scenario.nan_padding = true;
+  for (const int size : {1, 4}) {
+    EXPECT_TRUE(same_facts(expected, run_world(size, scenario, {}, kCuda))) << "W " << size;
+  }
+}
+
+/// A few steps of one list of params, on the host with one rank against the device with several.
+void expect_twin(std::vector<ParamSpec> specs, std::initializer_list<int> sizes, DType grad_dtype) {
+  Scenario scenario;
+  scenario.specs = std::move(specs);
+  scenario.config = Config();
+  scenario.config.optimizer.grad_dtype = grad_dtype;
+  scenario.steps = 2;
+  scenario.with_changes = false;
+  scenario.digest_after = {-1, 1};
+  scenario.threads = 8;
+  const test::Facts expected = run_world(1, scenario);
+  for (const int size : sizes) {
+    EXPECT_TRUE(same_facts(expected, run_world(size, scenario, {}, kCuda))) << "W " << size;
+  }
+}
+
+TEST_F(CudaTwin, VeryTallAndVeryWideParams) {
+  expect_twin({spec("tall", {131'072, 32}, ParamFormat::kMxfp8, Storage::kBoth),
+               spec("wide", {32, 131'072}, ParamFormat::kMxfp8, Storage::kBoth),
+               spec("wide.row", {64, 65'568}, ParamFormat::kMxfp8, Storage::kRow)},
+              {1, 3}, DType::kFp32);
+}
+
+TEST_F(CudaTwin, ManyTinyParams) {
+  std::vector<ParamSpec> specs;
+  for (int i = 0; i < 21'000; ++i) {
+    const std::string name = "p" + std::to_string(i);
+    switch (i % 4) {
+      case 0:
+        specs.push_back(spec(name, {1 + i % 9}, ParamFormat::kBf16));
+        break;
+      case 1:
+        specs.push_back(spec(name, {1 + i % 7}, ParamFormat::kFp32));
+        break;
+      case 2:
+        specs.push_back(spec(name, {32, 32}, ParamFormat::kMxfp8, Storage::kRow));
+        break;
+      default:
+        specs.push_back(spec(name, {32, 32}, ParamFormat::kMxfp8, Storage::kBoth));
+    }
+  }
+  expect_twin(std::move(specs), {1, 2}, DType::kBf16);
+}
+
+}  // namespace
+}  // namespace mxopt
