@@ -20,6 +20,8 @@ constexpr int kTileWidth = 128;
 constexpr int kTileElems = kTileLines * kTileWidth;
 constexpr int kLaneLines = kTileLines / kWarps;
 constexpr int kLaneElems = 4;
+/// Lines whose state a lane loads before it computes. More hide more latency, but need more registers.
+constexpr int kLinesAtOnce = 2;
 /// Runs of gradients that a warp adds up at a time, one for each lane in the end.
 constexpr int kWarpRuns = 32;
 
@@ -129,46 +131,60 @@ __device__ __forceinline__ void store4(Bf16* to, const float4& value, int count)
   if (count > 2) to[2] = third;
 }
 
-/// The new masters of the lane's elements, updated first when kUpdate; 0 where the segment owns nothing.
+/// Adam on kLinesAtOnce of the lane's lines, from line `first` on; w := the new masters, 0 where nothing is
+/// owned.
+template <class Grad>
+__device__ __forceinline__ void update_lines(const SegmentRow& segment, const LaneTile& lane,
+                                             const AdamScalars& scalars, int first, float4* w) {
+  float4 m[kLinesAtOnce], v[kLinesAtOnce], g[kLinesAtOnce];
+#pragma unroll
+  for (int k = 0; k < kLinesAtOnce; ++k) {
+    const std::int64_t at = lane.offset(first + k) - lane.owned_begin;
+    const int owned = lane.owned(first + k);
+    w[k] = load4(segment.master + at, owned);
+    m[k] = load4(segment.exp_avg + at, owned);
+    v[k] = load4(segment.exp_avg_sq + at, owned);
+    g[k] = load4(static_cast<const Grad*>(segment.grad) + at, owned);
+  }
+#pragma unroll
+  for (int k = 0; k < kLinesAtOnce; ++k) {
+    const std::int64_t at = lane.offset(first + k) - lane.owned_begin;
+    const int owned = lane.owned(first + k);
+    const auto update = [&](float& p, float& first_moment, float& second_moment, float grad) {
+      const AdamElement now = adam_update({p, first_moment, second_moment}, grad, scalars);
+      p = now.p;
+      first_moment = now.m;
+      second_moment = now.v;
+    };
+    update(w[k].x, m[k].x, v[k].x, g[k].x);
+    update(w[k].y, m[k].y, v[k].y, g[k].y);
+    update(w[k].z, m[k].z, v[k].z, g[k].z);
+    update(w[k].w, m[k].w, v[k].w, g[k].w);
+    store4(segment.master + at, w[k], owned);
+    store4(segment.exp_avg + at, m[k], owned);
+    store4(segment.exp_avg_sq + at, v[k], owned);
+    // What is not owned takes no part in maxima, whatever the formula made of it.
+    if (owned < 1) w[k].x = 0;
+    if (owned < 2) w[k].y = 0;
+    if (owned < 3) w[k].z = 0;
+    if (owned < 4) w[k].w = 0;
+  }
+}
+
+/// The masters of the lane's elements, updated first when kUpdate; 0 where the segment owns nothing.
 template <bool kUpdate, class Grad>
 __device__ __forceinline__ void load_masters(const SegmentRow& segment, const LaneTile& lane,
                                              const AdamScalars* groups, float4 (&w)[kLaneLines]) {
-#pragma unroll
-  for (int i = 0; i < kLaneLines; ++i) {
-    w[i] = load4(segment.master + (lane.offset(i) - lane.owned_begin), lane.owned(i));
-  }
   if constexpr (kUpdate) {
-    float4 m[kLaneLines], v[kLaneLines], g[kLaneLines];
-#pragma unroll
-    for (int i = 0; i < kLaneLines; ++i) {
-      const std::int64_t at = lane.offset(i) - lane.owned_begin;
-      m[i] = load4(segment.exp_avg + at, lane.owned(i));
-      v[i] = load4(segment.exp_avg_sq + at, lane.owned(i));
-      g[i] = load4(static_cast<const Grad*>(segment.grad) + at, lane.owned(i));
-    }
     const AdamScalars scalars = groups[segment.group];
 #pragma unroll
+    for (int first = 0; first < kLaneLines; first += kLinesAtOnce) {
+      update_lines<Grad>(segment, lane, scalars, first, w + first);
+    }
+  } else {
+#pragma unroll
     for (int i = 0; i < kLaneLines; ++i) {
-      const std::int64_t at = lane.offset(i) - lane.owned_begin;
-      const auto update = [&](float& p, float& first, float& second, float grad) {
-        const AdamElement now = adam_update({p, first, second}, grad, scalars);
-        p = now.p;
-        first = now.m;
-        second = now.v;
-      };
-      update(w[i].x, m[i].x, v[i].x, g[i].x);
-      update(w[i].y, m[i].y, v[i].y, g[i].y);
-      update(w[i].z, m[i].z, v[i].z, g[i].z);
-      update(w[i].w, m[i].w, v[i].w, g[i].w);
-      const int owned = lane.owned(i);
-      store4(segment.master + at, w[i], owned);
-      store4(segment.exp_avg + at, m[i], owned);
-      store4(segment.exp_avg_sq + at, v[i], owned);
-      // What is not owned takes no part in maxima, whatever the formula made of it.
-      if (owned < 1) w[i].x = 0;
-      if (owned < 2) w[i].y = 0;
-      if (owned < 3) w[i].z = 0;
-      if (owned < 4) w[i].w = 0;
+      w[i] = load4(segment.master + (lane.offset(i) - lane.owned_begin), lane.owned(i));
     }
   }
 }
@@ -350,9 +366,44 @@ __global__ void __launch_bounds__(kThreads) cast_kernel(Pass pass) {
   write_column_bytes(segment.planes, lane, to_bf16(masters), codes);
 }
 
-/// Sums of squares. A warp takes 32 runs of 128 gradients and adds each in the one fixed tree of numerics
-/// section 4; in the end lane r has the sum of run r. Limbs of each thread are a column of shared memory: no
-/// conflicts, no atomics.
+/// The lane's part of the sum of one run: elements lane, lane + 32, lane + 64 and lane + 96 of it.
+template <class Grad>
+__device__ __forceinline__ double squares_of_lane(const Grad* run, std::int64_t elems) {
+  double squares[4];
+#pragma unroll
+  for (int part = 0; part < 4; ++part) {
+    const int at = part * 32 + static_cast<int>(threadIdx.x % 32);
+    float value = 0;
+    if (at < elems) {
+      if constexpr (sizeof(Grad) == sizeof(float)) {
+        value = run[at];
+      } else {
+        value = bf16_to_fp32(run[at]);
+      }
+    }
+    squares[part] = static_cast<double>(value) * static_cast<double>(value);
+  }
+  // The tree of numerics section 4 adds elements i and i + 64 first, then i and i + 32.
+  return (squares[0] + squares[2]) + (squares[1] + squares[3]);
+}
+
+/// The rest of the tree, for 32 runs at once: i and i + 16, then i and i + 8, and so on. At each level a lane
+/// gives half of its runs away and keeps the other half, so that in the end sums[0] of lane r is the sum of
+/// run r.
+template <int kWidth>
+__device__ __forceinline__ void sum_over_lanes(double (&sums)[kWarpRuns]) {
+  const bool is_upper = (threadIdx.x & kWidth) != 0;
+#pragma unroll
+  for (int i = 0; i < kWidth; ++i) {
+    const double given = is_upper ? sums[i] : sums[i + kWidth];
+    const double kept = is_upper ? sums[i + kWidth] : sums[i];
+    sums[i] = kept + __shfl_xor_sync(0xFFFFFFFFu, given, kWidth);
+  }
+  if constexpr (kWidth > 1) sum_over_lanes<kWidth / 2>(sums);
+}
+
+/// Sums of squares; a warp takes the 32 runs of a tile. The limbs of each thread are a column of shared
+/// memory: no conflicts, no atomics.
 template <class Grad>
 __global__ void __launch_bounds__(kThreads)
     grad_stats_kernel(Pass pass, std::int64_t tiles, StepStatistics* statistics) {
@@ -372,39 +423,15 @@ __global__ void __launch_bounds__(kThreads)
     const SegmentRow& segment = pass.segments[tile.segment];
     const std::int64_t begin = tile.begin - segment.param_begin;
     const Grad* grad = static_cast<const Grad*>(segment.grad) + begin;
-    const std::int64_t elems = segment.elems - begin;  // and more follow in the next tile
+    const std::int64_t elems = segment.elems - begin;  // of this tile and those that follow it
 
     double sums[kWarpRuns];
 #pragma unroll
     for (int run = 0; run < kWarpRuns; ++run) {
-      double squares[4];
-#pragma unroll
-      for (int part = 0; part < 4; ++part) {
-        const int at = run * static_cast<int>(kSumRunElems) + part * 32 + lane;
-        float value = 0;
-        if (at < elems) {
-          if constexpr (sizeof(Grad) == sizeof(float)) {
-            value = grad[at];
-          } else {
-            value = bf16_to_fp32(grad[at]);
-          }
-        }
-        squares[part] = static_cast<double>(value) * static_cast<double>(value);
-      }
-      // The tree adds elements i and i + 64 first, then i and i + 32.
-      sums[run] = (squares[0] + squares[2]) + (squares[1] + squares[3]);
+      const std::int64_t first = run * kSumRunElems;
+      sums[run] = squares_of_lane(grad + first, elems - first);
     }
-    // Then i and i + 16, and so on: a lane gives half of its runs away and keeps the other half.
-#pragma unroll
-    for (int width = 16; width > 0; width /= 2) {
-      const bool is_upper = (lane & width) != 0;
-#pragma unroll
-      for (int i = 0; i < width; ++i) {
-        const double given = is_upper ? sums[i] : sums[i + width];
-        const double kept = is_upper ? sums[i + width] : sums[i];
-        sums[i] = kept + __shfl_xor_sync(0xFFFFFFFFu, given, width);
-      }
-    }
+    sum_over_lanes<kWarpRuns / 2>(sums);
     if (isfinite(sums[0])) {
       add_to_sum(&limbs[0][thread], sums[0], kThreads);
     } else {

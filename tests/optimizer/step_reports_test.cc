@@ -71,8 +71,8 @@ TEST_P(StepReportsOf, AreCompletedOnceAndSharedByCopies) {
 
 TEST_P(StepReportsOf, MayBeReadLateAndInAnyOrder) {
   std::vector<StepReport> all;
-  for (int step = 0; step < 3 * depth(); ++step) all.push_back(add(step));
-  for (std::size_t i = all.size(); i-- > 0;) EXPECT_EQ(all[i]->step, static_cast<std::int64_t>(i));
+  for (int step = 0; step < 3 * depth(); ++step) all.push_back(add(100 + step));
+  for (std::size_t i = all.size(); i-- > 0;) EXPECT_EQ(all[i]->step, 100 + static_cast<std::int64_t>(i));
   EXPECT_EQ(completed_.size(), all.size());
 }
 
