@@ -19,6 +19,7 @@
 #include "mxopt/optimizer/step_kernels.h"
 #include "mxopt/optimizer/step_reports.h"
 #include "mxopt/optimizer/step_scalars.h"
+#include "mxopt/optimizer/step_tables.h"
 #include "mxopt/params/storage.h"
 
 namespace mxopt {
@@ -88,7 +89,9 @@ class DistributedAdam::Impl {
         grad_sync_(layout(), storage_, comm),
         segments_(layout().segments(comm.rank())),
         segment_of_(layout().params().size(), -1),
-        kernels_(StepKernels::make(make_tables(), device, allocator_)),
+        kernels_(StepKernels::make(
+            make_step_tables(layout(), storage_, param_sync_, plan_.groups.group_of, comm.rank()), device,
+            allocator_)),
         coverage_(layout().params().size()),
         betas_(config.optimizer.betas),
         lr_steps_(device.kind == DeviceKind::kHost ? 1 : last_lr_change(config.schedule)),
@@ -308,37 +311,6 @@ class DistributedAdam::Impl {
   float* master_of(const Segment& segment) const {
     return storage_.master(segment.bucket) + segment.bucket_begin -
            layout().shard_begin(segment.bucket, comm_.rank());
-  }
-
-  StepTables make_tables() const {
-    StepTables tables;
-    tables.grad_dtype = storage_.grad_dtype();
-    for (const Segment& segment : segments_) {
-      const ParamLayout& param = layout().param(segment.param);
-      const std::int64_t offset = segment.bucket_begin - layout().shard_begin(segment.bucket, comm_.rank());
-      SegmentRow row;
-      row.elems = segment.elems;
-      row.param_begin = segment.param_begin;
-      row.master = master_of(segment);
-      row.status = storage_.scale_head() + segment.param;
-      row.group = plan_.groups.group_of[index(segment.param)];
-      if (!param.family.frozen) {
-        row.exp_avg = storage_.exp_avg(segment.bucket) + offset;
-        row.exp_avg_sq = storage_.exp_avg_sq(segment.bucket) + offset;
-        row.grad = storage_.gradients(segment.bucket).sub(segment.bucket_begin, segment.elems).data;
-      }
-      if (Bf16* staging = param_sync_.staging(segment.param)) {
-        row.values = staging;
-      } else if (param.family.format == ParamFormat::kMxfp8) {
-        row.planes = param_sync_.planes(segment.param);
-      } else {
-        const TypedSpan values = storage_.values(segment.bucket).sub(param.bucket_begin, param.elems());
-        row.values = values.data;
-        row.values_dtype = values.dtype;
-      }
-      tables.segments.push_back(row);
-    }
-    return tables;
   }
 
   /// Collective: throws on every rank when a param has no initial value on one of them.
