@@ -26,8 +26,8 @@ ParamSync::ParamSync(const Layout& layout, const ParamStorage& storage, Communic
   if (format_ == GatherFormat::kQuantized) return;
   staging_ = Buffer(layout.row_plane_elems() * dtype_bytes(DType::kBf16), storage.device(), allocator);
   packed_ = Buffer(layout.scale_bytes(), storage.device(), allocator);
-  trainable_batch_ = requantize_batch(SyncScope::kTrainable);
-  whole_batch_ = requantize_batch(SyncScope::kAll);
+  trainable_batch_ = Mxfp8Batch(requantize_batch(SyncScope::kTrainable), storage.device(), allocator);
+  whole_batch_ = Mxfp8Batch(requantize_batch(SyncScope::kAll), storage.device(), allocator);
 }
 
 ParamSync::~ParamSync() {
@@ -157,11 +157,11 @@ void ParamSync::requantize(SyncScope scope, StreamRef stream) {
   for (std::size_t b = 0; b < rows_.size(); ++b) {
     if (layout_.bucket(static_cast<int>(b)).family.format == ParamFormat::kMxfp8) join(rows_[b], stream);
   }
-  const std::vector<Mxfp8Shard>& batch = scope == SyncScope::kAll ? whole_batch_ : trainable_batch_;
+  const Mxfp8Batch& batch = scope == SyncScope::kAll ? whole_batch_ : trainable_batch_;
   const std::span<std::uint8_t> packed =
-      packed_.as<std::uint8_t>().first(static_cast<std::size_t>(packed_scale_bytes(batch)));
-  partial_amax(batch, packed, storage_.device(), stream);
-  partial_cast(batch, packed, {}, storage_.device(), stream);
+      packed_.as<std::uint8_t>().first(static_cast<std::size_t>(batch.packed_scale_bytes()));
+  batch.partial_amax(packed, stream);
+  batch.partial_cast(packed, {}, stream);
   launches_ += 2;
   requantized_.record(stream);
   for (std::size_t b = 0; b < columns_.size(); ++b) {

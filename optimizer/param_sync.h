@@ -92,7 +92,7 @@ class ParamSync {
   ScaleLayout scale_layout_;
   Buffer staging_;  // bf16, laid out like the row plane
   Buffer packed_;   // packed scales of whole params
-  std::vector<Mxfp8Shard> trainable_batch_, whole_batch_;
+  Mxfp8Batch trainable_batch_, whole_batch_;
   int launches_ = 0;
   std::vector<Gather> rows_, columns_;  // [buckets]
   Work reduced_;

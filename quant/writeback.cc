@@ -8,6 +8,10 @@
 
 #include "mxopt/quant/writeback_host.h"
 
+#if MXOPT_WITH_CUDA
+#include "mxopt/quant/writeback_cuda.h"
+#endif
+
 namespace mxopt {
 
 namespace {
@@ -72,18 +76,31 @@ void check_planes_differ(std::span<const Mxfp8Shard> batch) {
   }
 }
 
-void check_batch(std::span<const Mxfp8Shard> batch, std::size_t packed_bytes) {
+void check_shards(std::span<const Mxfp8Shard> batch) {
   for (const Mxfp8Shard& shard : batch) check_shard(shard);
   check_planes_differ(batch);
-  MXOPT_CHECK(
-      static_cast<std::int64_t>(packed_bytes) == packed_scale_bytes(batch),
-      "packed scales have " << packed_bytes << " bytes, the batch needs " << packed_scale_bytes(batch));
+}
+
+void check_packed(std::size_t packed_bytes, std::int64_t expected_bytes) {
+  MXOPT_CHECK(static_cast<std::int64_t>(packed_bytes) == expected_bytes,
+              "packed scales have " << packed_bytes << " bytes, the batch needs " << expected_bytes);
+}
+
+void check_nonfinite(std::span<std::int64_t> nonfinite) {
+  MXOPT_CHECK(nonfinite.size() <= 1,
+              "nonfinite is one counter or empty, not " << nonfinite.size() << " counters");
+}
+
+/// Null when there is no counter.
+std::int64_t* counter(std::span<std::int64_t> nonfinite) {
+  return nonfinite.empty() ? nullptr : nonfinite.data();
 }
 
 [[noreturn]] void refuse(Device device) {
   if (device.kind == DeviceKind::kCuda) {
     throw ConfigError(
-        "MXFP8 writeback on a cuda device was asked for, but this build has no CUDA backend; allowed: host");
+        "MXFP8 writeback on a cuda device was asked for, but this build has no CUDA backend "
+        "(MXOPT_WITH_CUDA=ON at configuration switches it on); allowed: host");
   }
   throw ConfigError("unknown device kind");
 }
@@ -100,34 +117,64 @@ std::int64_t packed_scale_bytes(std::span<const Mxfp8Shard> batch) {
   return bytes;
 }
 
-void partial_amax(std::span<const Mxfp8Shard> batch, std::span<std::uint8_t> packed, Device device,
-                  StreamRef) {
-  check_batch(batch, packed.size());
-  switch (device.kind) {
-    case DeviceKind::kHost:
-      return host::partial_amax(batch, packed);
-    case DeviceKind::kCuda:
-      break;
+Mxfp8Batch::Mxfp8Batch(std::span<const Mxfp8Shard> shards, Device device,
+                       [[maybe_unused]] std::shared_ptr<Allocator> allocator) {
+  check_shards(shards);
+  packed_scale_bytes_ = mxopt::packed_scale_bytes(shards);
+  if (device.kind == DeviceKind::kHost) {
+    state_ = host::prepare(shards);
+    return;
   }
+#if MXOPT_WITH_CUDA
+  if (device.kind == DeviceKind::kCuda) {
+    state_ = cuda::prepare(shards, device, std::move(allocator));
+    return;
+  }
+#endif
+  refuse(device);
+}
+
+void Mxfp8Batch::partial_amax(std::span<std::uint8_t> packed, StreamRef stream) const {
+  check_packed(packed.size(), packed_scale_bytes_);
+  if (state_ != nullptr) state_->partial_amax(packed.data(), stream);
+}
+
+void Mxfp8Batch::partial_cast(std::span<const std::uint8_t> packed, std::span<std::int64_t> nonfinite,
+                              StreamRef stream) const {
+  check_packed(packed.size(), packed_scale_bytes_);
+  check_nonfinite(nonfinite);
+  if (state_ != nullptr) state_->partial_cast(packed.data(), counter(nonfinite), stream);
+}
+
+void partial_amax(std::span<const Mxfp8Shard> batch, std::span<std::uint8_t> packed, Device device,
+                  StreamRef stream) {
+  check_shards(batch);
+  check_packed(packed.size(), packed_scale_bytes(batch));
+  if (device.kind == DeviceKind::kHost) return host::prepare(batch)->partial_amax(packed.data(), stream);
+#if MXOPT_WITH_CUDA
+  if (device.kind == DeviceKind::kCuda) return cuda::partial_amax_once(batch, packed.data(), device, stream);
+#endif
   refuse(device);
 }
 
 void partial_cast(std::span<const Mxfp8Shard> batch, std::span<const std::uint8_t> packed,
-                  std::span<std::int64_t> nonfinite, Device device, StreamRef) {
-  check_batch(batch, packed.size());
-  MXOPT_CHECK(nonfinite.size() <= 1,
-              "nonfinite is one counter or empty, not " << nonfinite.size() << " counters");
-  switch (device.kind) {
-    case DeviceKind::kHost:
-      return host::partial_cast(batch, packed, nonfinite);
-    case DeviceKind::kCuda:
-      break;
+                  std::span<std::int64_t> nonfinite, Device device, StreamRef stream) {
+  check_shards(batch);
+  check_packed(packed.size(), packed_scale_bytes(batch));
+  check_nonfinite(nonfinite);
+  if (device.kind == DeviceKind::kHost) {
+    return host::prepare(batch)->partial_cast(packed.data(), counter(nonfinite), stream);
   }
+#if MXOPT_WITH_CUDA
+  if (device.kind == DeviceKind::kCuda) {
+    return cuda::partial_cast_once(batch, packed.data(), counter(nonfinite), device, stream);
+  }
+#endif
   refuse(device);
 }
 
 void dequantize(const MxView& weight, Plane plane, std::int64_t begin, TypedSpan out, Device device,
-                StreamRef) {
+                [[maybe_unused]] StreamRef stream) {
   check_view("", weight);
   MXOPT_CHECK(begin >= 0 && out.elems >= 0 && begin <= weight.elems() && out.elems <= weight.elems() - begin,
               "the weight has " << weight.elems() << " elements, the range to dequantize is [" << begin
@@ -138,12 +185,12 @@ void dequantize(const MxView& weight, Plane plane, std::int64_t begin, TypedSpan
   MXOPT_CHECK(out.data != nullptr, "the output of " << out.elems << " elements has no memory");
   MXOPT_CHECK(plane == Plane::kRow ? weight.has_row() : weight.has_column(),
               "the weight to dequantize has no " << plane_name(plane) << " plane");
-  switch (device.kind) {
-    case DeviceKind::kHost:
-      return host::dequantize(weight, plane, begin, out);
-    case DeviceKind::kCuda:
-      break;
+  if (device.kind == DeviceKind::kHost) return host::dequantize(weight, plane, begin, out);
+#if MXOPT_WITH_CUDA
+  if (device.kind == DeviceKind::kCuda) {
+    return cuda::dequantize(weight, plane, begin, out, device, stream);
   }
+#endif
   refuse(device);
 }
 

@@ -97,7 +97,7 @@ class TileGrid {
 
 /// One weight of the batch, and where its tiles and scales sit in the batch.
 struct Entry {
-  const Mxfp8Shard* shard;
+  Mxfp8Shard shard;
   TileGrid grid;
   std::int64_t first_tile;
   std::int64_t row_scales;  // offsets into the packed scales
@@ -105,20 +105,20 @@ struct Entry {
 
   /// Bytes of the planes: [0] is element `row_origin` / `column_origin` of the matrix.
   std::uint8_t* row_out() const {
-    return shard->row_fragment != nullptr ? shard->row_fragment : shard->weight.row_data;
+    return shard.row_fragment != nullptr ? shard.row_fragment : shard.weight.row_data;
   }
-  std::int64_t row_origin() const { return shard->row_fragment != nullptr ? shard->start : 0; }
+  std::int64_t row_origin() const { return shard.row_fragment != nullptr ? shard.start : 0; }
   std::uint8_t* column_out() const {
-    return shard->column_fragment != nullptr ? shard->column_fragment : shard->weight.column_data;
+    return shard.column_fragment != nullptr ? shard.column_fragment : shard.weight.column_data;
   }
-  std::int64_t column_origin() const { return shard->column_fragment != nullptr ? shard->start : 0; }
+  std::int64_t column_origin() const { return shard.column_fragment != nullptr ? shard.start : 0; }
 
   std::int64_t row_scale(std::int64_t row, std::int64_t block) const {
-    return row_scales + row_scale_offset(row, block, shard->weight.cols, shard->weight.scale_layout);
+    return row_scales + row_scale_offset(row, block, shard.weight.cols, shard.weight.scale_layout);
   }
   std::int64_t column_scale(std::int64_t band, std::int64_t c) const {
     return column_scales +
-           column_scale_offset(band, c, shard->weight.rows, shard->weight.cols, shard->weight.scale_layout);
+           column_scale_offset(band, c, shard.weight.rows, shard.weight.cols, shard.weight.scale_layout);
   }
 };
 
@@ -129,7 +129,8 @@ std::vector<Entry> entries_of(std::span<const Mxfp8Shard> batch) {
   std::int64_t scale_bytes = 0;
   for (const Mxfp8Shard& shard : batch) {
     const MxView& weight = shard.weight;
-    Entry entry{&shard, TileGrid(weight.cols, shard.start, shard.start + shard.master.elems), tiles, 0, 0};
+    Entry entry{shard, TileGrid(weight.cols, shard.start, shard.start + shard.master.elems), tiles, 0, 0};
+    entry.shard.name = {};  // the caller's, and read no more
     tiles += entry.grid.tiles();
     entry.row_scales = scale_bytes;
     if (weight.has_row()) scale_bytes += row_scale_bytes(weight.rows, weight.cols);
@@ -166,8 +167,8 @@ template <class Master>
 [[gnu::always_inline]] inline void prefetch_row(const Entry& entry, const Tile& tile, std::int64_t row) {
   constexpr std::int64_t kLineElems = 64 / static_cast<std::int64_t>(sizeof(Master));
   const RowPiece piece = entry.grid.piece(tile, row);
-  const auto* master = static_cast<const Master*>(entry.shard->master.data);
-  const std::int64_t begin = row * entry.grid.cols() + tile.c_begin + piece.lo - entry.shard->start;
+  const auto* master = static_cast<const Master*>(entry.shard.master.data);
+  const std::int64_t begin = row * entry.grid.cols() + tile.c_begin + piece.lo - entry.shard.start;
   for (std::int64_t i = 0; i < piece.elems(); i += kLineElems) __builtin_prefetch(master + begin + i);
 }
 
@@ -176,17 +177,17 @@ template <class Master>
 [[gnu::always_inline]] inline void load_row(const Entry& entry, const Tile& tile, std::int64_t row,
                                             RowPiece piece, float* w) {
   const std::int64_t flat = row * entry.grid.cols() + tile.c_begin + piece.lo;
-  const auto* master = static_cast<const Master*>(entry.shard->master.data);
+  const auto* master = static_cast<const Master*>(entry.shard.master.data);
   if (row + 1 < tile.row_end()) prefetch_row<Master>(entry, tile, row + 1);
-  load(master + (flat - entry.shard->start), w + piece.lo, piece.elems());
+  load(master + (flat - entry.shard.start), w + piece.lo, piece.elems());
   std::fill(w + piece.first_block(), w + piece.lo, 0.0f);
   std::fill(w + piece.hi, w + round_up(piece.hi, kBlockElems), 0.0f);
 }
 
 template <class Master>
 [[gnu::always_inline]] inline void amax_tile(const Entry& entry, const Tile& tile, std::uint8_t* packed) {
-  const bool has_row = entry.shard->weight.has_row();
-  const bool has_column = entry.shard->weight.has_column();
+  const bool has_row = entry.shard.weight.has_row();
+  const bool has_column = entry.shard.weight.has_column();
   alignas(64) float w[kTileCols];
   alignas(64) std::uint32_t column_amax[kTileCols];
   if (has_column) std::fill(column_amax, column_amax + tile.cols(), 0u);
@@ -218,8 +219,8 @@ template <class Master>
 template <class Master>
 [[gnu::always_inline]] inline std::int64_t cast_tile(const Entry& entry, const Tile& tile,
                                                      const std::uint8_t* packed) {
-  const bool has_row = entry.shard->weight.has_row();
-  const bool has_column = entry.shard->weight.has_column();
+  const bool has_row = entry.shard.weight.has_row();
+  const bool has_column = entry.shard.weight.has_column();
   alignas(64) float w[kTileCols];
   alignas(64) float row_reciprocals[kTileCols];
   alignas(64) float column_reciprocals[kTileCols];
@@ -329,42 +330,53 @@ void copy_scales(const std::uint8_t* from, std::uint8_t* to, std::int64_t bytes)
   for_each_chunk(bytes, [&](std::int64_t begin, std::size_t n) { std::memcpy(to + begin, from + begin, n); });
 }
 
+class HostBatch final : public Mxfp8Batch::State {
+ public:
+  explicit HostBatch(std::span<const Mxfp8Shard> shards)
+      : entries_(entries_of(shards)), packed_bytes_(packed_scale_bytes(shards)) {}
+
+  void partial_amax(std::uint8_t* packed, StreamRef) const override {
+    for_each_chunk(packed_bytes_,
+                   [&](std::int64_t begin, std::size_t n) { std::memset(packed + begin, 0, n); });
+    for_each_tile(entries_, [&](const Entry& entry, const Tile& tile) {
+      if (entry.shard.master.dtype == DType::kFp32) {
+        amax_tile_fp32(entry, tile, packed);
+      } else {
+        amax_tile_bf16(entry, tile, packed);
+      }
+    });
+  }
+
+  void partial_cast(const std::uint8_t* packed, std::int64_t* nonfinite, StreamRef) const override {
+    for (const Entry& entry : entries_) {
+      const MxView& weight = entry.shard.weight;
+      if (weight.has_row()) {
+        copy_scales(packed + entry.row_scales, weight.row_scales, row_scale_bytes(weight.rows, weight.cols));
+      }
+      if (weight.has_column()) {
+        copy_scales(packed + entry.column_scales, weight.column_scales,
+                    column_scale_bytes(weight.rows, weight.cols));
+      }
+    }
+    std::atomic<std::int64_t> count = 0;
+    for_each_tile(entries_, [&](const Entry& entry, const Tile& tile) {
+      const std::int64_t in_tile = entry.shard.master.dtype == DType::kFp32
+                                       ? cast_tile_fp32(entry, tile, packed)
+                                       : cast_tile_bf16(entry, tile, packed);
+      if (in_tile != 0) count.fetch_add(in_tile, std::memory_order_relaxed);
+    });
+    if (nonfinite != nullptr) *nonfinite += count.load();
+  }
+
+ private:
+  std::vector<Entry> entries_;
+  std::int64_t packed_bytes_;
+};
+
 }  // namespace
 
-void partial_amax(std::span<const Mxfp8Shard> batch, std::span<std::uint8_t> packed) {
-  for_each_chunk(static_cast<std::int64_t>(packed.size()),
-                 [&](std::int64_t begin, std::size_t n) { std::memset(packed.data() + begin, 0, n); });
-  for_each_tile(entries_of(batch), [&](const Entry& entry, const Tile& tile) {
-    if (entry.shard->master.dtype == DType::kFp32) {
-      amax_tile_fp32(entry, tile, packed.data());
-    } else {
-      amax_tile_bf16(entry, tile, packed.data());
-    }
-  });
-}
-
-void partial_cast(std::span<const Mxfp8Shard> batch, std::span<const std::uint8_t> packed,
-                  std::span<std::int64_t> nonfinite) {
-  const std::vector<Entry> entries = entries_of(batch);
-  for (const Entry& entry : entries) {
-    const MxView& weight = entry.shard->weight;
-    if (weight.has_row()) {
-      copy_scales(packed.data() + entry.row_scales, weight.row_scales,
-                  row_scale_bytes(weight.rows, weight.cols));
-    }
-    if (weight.has_column()) {
-      copy_scales(packed.data() + entry.column_scales, weight.column_scales,
-                  column_scale_bytes(weight.rows, weight.cols));
-    }
-  }
-  std::atomic<std::int64_t> count = 0;
-  for_each_tile(entries, [&](const Entry& entry, const Tile& tile) {
-    const std::int64_t in_tile = entry.shard->master.dtype == DType::kFp32
-                                     ? cast_tile_fp32(entry, tile, packed.data())
-                                     : cast_tile_bf16(entry, tile, packed.data());
-    if (in_tile != 0) count.fetch_add(in_tile, std::memory_order_relaxed);
-  });
-  if (!nonfinite.empty()) nonfinite[0] += count.load();
+std::unique_ptr<Mxfp8Batch::State> prepare(std::span<const Mxfp8Shard> shards) {
+  return std::make_unique<HostBatch>(shards);
 }
 
 void dequantize(const MxView& weight, Plane plane, std::int64_t begin, TypedSpan out) {

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cstdint>
+#include <memory>
 #include <span>
 
 #include "mxopt/params/dtype.h"
@@ -10,10 +11,7 @@
 
 namespace mxopt::host {
 
-void partial_amax(std::span<const Mxfp8Shard> batch, std::span<std::uint8_t> packed);
-
-void partial_cast(std::span<const Mxfp8Shard> batch, std::span<const std::uint8_t> packed,
-                  std::span<std::int64_t> nonfinite);
+std::unique_ptr<Mxfp8Batch::State> prepare(std::span<const Mxfp8Shard> shards);
 
 void dequantize(const MxView& weight, Plane plane, std::int64_t begin, TypedSpan out);
 

@@ -7,6 +7,7 @@
 #include <gtest/gtest.h>
 
 #include "mxopt/params/bf16.h"
+#include "mxopt/quant/block_cuda.cuh"
 #include "mxopt/quant/e4m3.h"
 #include "mxopt/quant/e8m0.h"
 
@@ -133,6 +134,92 @@ TEST_F(ElementFunctionsCuda, E4m3) {
   expect_equal(Function::kE4m3Value, all_below(256));
   expect_equal(Function::kE4m3, all_bf16());
   expect_equal(Function::kE4m3, sampled_fp32());
+}
+
+// The functions on BF16 pairs, against the element functions on the device, for every input there is.
+
+struct Wrong {
+  unsigned long long count;
+  unsigned long long first;  // the smallest input with another result
+};
+
+__device__ void expect(bool right, std::uint32_t input, Wrong* wrong) {
+  if (right) return;
+  atomicAdd(&wrong->count, 1ull);
+  atomicMin(&wrong->first, static_cast<unsigned long long>(input));
+}
+
+/// Every input is in each of the four places once; beside it are others, so that no place leaks into the
+/// next.
+__global__ void encode_kernel(Wrong* wrong) {
+  const std::uint32_t x = blockIdx.x * blockDim.x + threadIdx.x;
+  const std::uint32_t inputs[4] = {x, ~x, x * 0x9E3779B1u, x ^ 0x40000000u};
+  float values[4];
+  for (int k = 0; k < 4; ++k) values[k] = bits_to_float(inputs[k]);
+  for (int turn = 0; turn < 4; ++turn) {
+    const std::uint32_t bytes =
+        cuda::encode4(values[turn], values[(turn + 1) % 4], values[(turn + 2) % 4], values[(turn + 3) % 4]);
+    for (int k = 0; k < 4; ++k) {
+      const std::uint32_t expected = e4m3_from_fp32(values[(turn + k) % 4]);
+      expect((bytes >> (8 * k) & 0xFFu) == expected, inputs[(turn + k) % 4], wrong);
+    }
+  }
+}
+
+__device__ bool same_bf16(std::uint32_t bits, std::uint32_t expected) {
+  return bits == expected || ((bits & 0x7FFFu) > 0x7F80u && (expected & 0x7FFFu) > 0x7F80u);
+}
+
+__global__ void round_kernel(Wrong* wrong) {
+  const std::uint32_t x = blockIdx.x * blockDim.x + threadIdx.x;
+  const std::uint32_t pair = cuda::round_to_bf16(bits_to_float(x), bits_to_float(~x));
+  expect(same_bf16(pair & 0xFFFFu, bf16_rne_bits(x)), x, wrong);
+  expect(same_bf16(pair >> 16, bf16_rne_bits(~x)), ~x, wrong);
+}
+
+/// Codes and non-finite marks of all magnitudes, and what pairs are made of.
+__global__ void pair_kernel(Wrong* wrong) {
+  const std::uint32_t x = blockIdx.x * blockDim.x + threadIdx.x;
+  const std::uint32_t low = x & 0xFFFFu;
+  const std::uint32_t high = x >> 16;
+  expect(float_to_bits(cuda::first_value(x)) == low << 16, x, wrong);
+  expect(float_to_bits(cuda::second_value(x)) == high << 16, x, wrong);
+  const std::uint32_t magnitudes = cuda::magnitudes(x);
+  expect(magnitudes == ((low & 0x7FFFu) | (high & 0x7FFFu) << 16), x, wrong);
+  const std::uint32_t largest = max(low & 0x7FFFu, high & 0x7FFFu);
+  expect(cuda::fold(magnitudes, 0x00010002u) == (largest | 0x00020000u), x, wrong);
+  expect(cuda::larger(magnitudes, 0x3F803F81u) ==
+             (max(low & 0x7FFFu, 0x3F81u) | max(high & 0x7FFFu, 0x3F80u) << 16),
+         x, wrong);
+  expect(cuda::code_of(largest) == e8m0_from_amax_bits(largest << 16), x, wrong);
+  expect(cuda::is_nonfinite(largest) == (largest >= 0x7F80u), x, wrong);
+}
+
+class PairFunctionsCuda : public ElementFunctionsCuda {
+ protected:
+  void expect_none_wrong(void (*kernel)(Wrong*)) {
+    Wrong* device_wrong = nullptr;
+    Wrong wrong{0, ~0ull};
+    ASSERT_EQ(cudaMalloc(&device_wrong, sizeof(Wrong)), cudaSuccess);
+    ASSERT_EQ(cudaMemcpy(device_wrong, &wrong, sizeof(Wrong), cudaMemcpyHostToDevice), cudaSuccess);
+    kernel<<<1u << 24, 256>>>(device_wrong);  // 2^32 threads
+    ASSERT_EQ(cudaGetLastError(), cudaSuccess);
+    ASSERT_EQ(cudaMemcpy(&wrong, device_wrong, sizeof(Wrong), cudaMemcpyDeviceToHost), cudaSuccess);
+    ASSERT_EQ(cudaFree(device_wrong), cudaSuccess);
+    EXPECT_EQ(wrong.count, 0u) << "first at input 0x" << std::hex << wrong.first;
+  }
+};
+
+TEST_F(PairFunctionsCuda, EncodeGivesTheBytesOfTheElementFunctionForEveryInput) {
+  expect_none_wrong(encode_kernel);
+}
+
+TEST_F(PairFunctionsCuda, RoundingGivesTheBitsOfTheElementFunctionForEveryInput) {
+  expect_none_wrong(round_kernel);
+}
+
+TEST_F(PairFunctionsCuda, MagnitudesFoldsAndCodesAreRightForEveryPair) {
+  expect_none_wrong(pair_kernel);
 }
 
 }  // namespace

@@ -70,8 +70,9 @@ Outputs run(const std::vector<float>& master) {
     shard.weight.column_scales = scales;
     scales += column_scale_bytes(kRows, kCols);
   }
-  host::partial_amax(batch, out.packed);
-  host::partial_cast(batch, out.packed, out.nonfinite);
+  const auto prepared = host::prepare(batch);
+  prepared->partial_amax(out.packed.data(), StreamRef());
+  prepared->partial_cast(out.packed.data(), out.nonfinite.data(), StreamRef());
   out.dequantized.assign(static_cast<std::size_t>(elems), 0.0f);
   host::dequantize(batch[0].weight, Plane::kColumn, 0, std::span<float>(out.dequantized));
   return out;
@@ -128,8 +129,9 @@ TEST(WritebackHost, ThousandsOfSmallWeightsAreOneBatch) {
     batch.push_back(shard);
   }
   std::vector<std::uint8_t> packed(kCount * 512, 0xFF);
-  host::partial_amax(batch, packed);
-  host::partial_cast(batch, packed, {});
+  const auto prepared = host::prepare(batch);
+  prepared->partial_amax(packed.data(), StreamRef());
+  prepared->partial_cast(packed.data(), nullptr, StreamRef());
   const std::vector<std::uint8_t> zeros(1024, 0);
   for (std::size_t i = 0; i < kCount; ++i) {
     const bool empty = i % 3 == 0;

@@ -16,6 +16,7 @@
 #include <gtest/gtest.h>
 
 #include "support/compare.h"
+#include "support/devices.h"
 #include "support/guarded_bytes.h"
 #include "support/reference_mxfp8.h"
 #include "support/thrown_message.h"
@@ -293,17 +294,14 @@ std::vector<Range> random_ranges(Random& random, std::int64_t elems, int world_s
   return ranges;
 }
 
-std::string kind_name(DeviceKind kind) {
-  return kind == DeviceKind::kHost ? "Host" : "Cuda";
-}
-
-/// Every device kind that this build has.
+/// Every device kind that this build has; skipped where the device is not there.
 class Writeback : public ::testing::TestWithParam<DeviceKind> {
  protected:
+  void SetUp() override { MXOPT_SKIP_WITHOUT(device()); }
   Device device() const { return {GetParam(), 0}; }
 };
-INSTANTIATE_TEST_SUITE_P(Devices, Writeback, ::testing::Values(DeviceKind::kHost),
-                         [](const auto& kind) { return kind_name(kind.param); });
+INSTANTIATE_TEST_SUITE_P(Devices, Writeback, ::testing::ValuesIn(test::built_device_kinds()),
+                         [](const auto& kind) { return test::device_kind_name(kind.param); });
 
 Weight make_weight(std::string name, std::int64_t rows, std::int64_t cols, std::vector<float> master,
                    Storage storage = Storage::kBoth) {
@@ -531,6 +529,47 @@ TEST_P(Writeback, GemmScalesAreAPermutationOfCompactScales) {
   }
 }
 
+TEST_P(Writeback, APreparedBatchServesAnyNumberOfCalls) {
+  Random random(12);
+  std::vector<Weight> weights{make_weight("w0", 64, 96, random_master(random, 64 * 96)),
+                              make_weight("w1", 32, 320, random_master(random, 32 * 320), Storage::kRow)};
+  std::vector<std::unique_ptr<RankWeight>> rank;
+  for (const Weight& weight : weights) {
+    rank.push_back(std::make_unique<RankWeight>(weight, Range{0, weight.elems()}, false, device()));
+  }
+  std::vector<Mxfp8Shard> shards = shards_of(rank);
+  const std::int64_t bytes = packed_scale_bytes(shards);
+  Mxfp8Batch first(shards, device());
+  Mxfp8Batch batch = std::move(first);
+  EXPECT_EQ(batch.packed_scale_bytes(), bytes);
+  // Neither the list nor the names are needed any more.
+  shards.clear();
+  const Stream stream(device());
+  const GuardedBytes packed(device(), bytes, kScalePreset);
+  const GuardedBytes counter(device(), bytes_of(std::vector<std::int64_t>{0}));
+  for (int call = 0; call < 3; ++call) {
+    batch.partial_amax(packed.span(), stream.ref());
+    batch.partial_cast(packed.span(), {reinterpret_cast<std::int64_t*>(counter.data()), 1}, stream.ref());
+  }
+  synchronize(device(), stream.ref());
+  std::int64_t nonfinite = 0;
+  for (std::size_t i = 0; i < weights.size(); ++i) {
+    nonfinite += 3 * reference::count_nonfinite(weights[i].master);
+    EXPECT_TRUE(bits_equal(weights[i].expected.row_data, rank[i]->row_data.read()));
+    EXPECT_TRUE(bits_equal(weights[i].expected.row_scales, rank[i]->row_scales.read()));
+  }
+  EXPECT_TRUE(bits_equal(weights[0].expected.column_data, rank[0]->column_data.read()));
+  EXPECT_TRUE(bits_equal(weights[0].expected.column_scales, rank[0]->column_scales.read()));
+  EXPECT_TRUE(bits_equal(bytes_of(std::vector<std::int64_t>{nonfinite}), counter.read()));
+}
+
+TEST(Mxfp8Batch, HasNoWeightsByDefault) {
+  const Mxfp8Batch batch;
+  EXPECT_EQ(batch.packed_scale_bytes(), 0);
+  batch.partial_amax({}, StreamRef());
+  batch.partial_cast({}, {}, StreamRef());
+}
+
 TEST_P(Writeback, EmptyBatchesShardsAndMatricesAreOrdinary) {
   partial_amax({}, {}, device(), StreamRef());
   partial_cast({}, {}, {}, device(), StreamRef());
@@ -718,6 +757,23 @@ TEST_F(WritebackErrors, MoreThanOneCounter) {
                        "nonfinite is one counter or empty, not 2 counters"));
 }
 
+TEST_F(WritebackErrors, OfAPreparedBatch) {
+  std::vector<std::int64_t> counters(2);
+  const Mxfp8Batch batch(batch_, Device());
+  const std::string size = "packed scales have 1000 bytes, the batch needs 1024";
+  const auto packed = [&](std::size_t bytes) { return std::span(packed_).first(bytes); };
+  EXPECT_TRUE(
+      contains(thrown_message<ContractError>([&] { batch.partial_amax(packed(1000), StreamRef()); }), size));
+  EXPECT_TRUE(contains(
+      thrown_message<ContractError>([&] { batch.partial_cast(packed(1000), {}, StreamRef()); }), size));
+  EXPECT_TRUE(contains(
+      thrown_message<ContractError>([&] { batch.partial_cast(packed(1024), counters, StreamRef()); }),
+      "nonfinite is one counter or empty, not 2 counters"));
+  batch_[0].weight.rows = 48;
+  EXPECT_TRUE(contains(thrown_message<ContractError>([&] { Mxfp8Batch(batch_, Device()); }),
+                       "weight 'qkv' is 48 x 64: rows and columns"));
+}
+
 TEST_F(WritebackErrors, RangeOrPlaneToDequantize) {
   std::vector<float> out(64);
   const auto message = [&](const MxView& view, Plane plane, std::int64_t begin, TypedSpan span) {
@@ -755,11 +811,18 @@ TEST_F(WritebackErrors, DeviceWithoutABackend) {
 }
 
 TEST_F(WritebackErrors, CudaWithoutItsBackend) {
+  if (test::has_backend(DeviceKind::kCuda)) GTEST_SKIP() << "this build has the CUDA backend";
   const std::string text =
-      "MXFP8 writeback on a cuda device was asked for, but this build has no CUDA backend; "
-      "allowed: host";
+      "MXFP8 writeback on a cuda device was asked for, but this build has no CUDA backend "
+      "(MXOPT_WITH_CUDA=ON at configuration switches it on); allowed: host";
   const Device cuda{DeviceKind::kCuda, 0};
-  EXPECT_TRUE(contains(thrown_message<ConfigError>([&] { partial_amax({}, {}, cuda, StreamRef()); }), text));
+  std::vector<float> out(1);
+  EXPECT_EQ(thrown_message<ConfigError>([&] { partial_amax({}, {}, cuda, StreamRef()); }), text);
+  EXPECT_EQ(thrown_message<ConfigError>([&] { partial_cast({}, {}, {}, cuda, StreamRef()); }), text);
+  EXPECT_EQ(thrown_message<ConfigError>([&] { Mxfp8Batch({}, cuda); }), text);
+  EXPECT_EQ(thrown_message<ConfigError>(
+                [&] { dequantize(view_, Plane::kRow, 0, std::span<float>(out), cuda, StreamRef()); }),
+            text);
 }
 
 }  // namespace
