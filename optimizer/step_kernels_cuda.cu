@@ -1,8 +1,10 @@
 #include <algorithm>
 #include <cstring>
 #include <limits>
+#include <type_traits>
 #include <vector>
 
+#include "mxopt/optimizer/adam_cuda.cuh"
 #include "mxopt/optimizer/step_kernels_cuda.h"
 #include "mxopt/params/cuda_handles.h"
 #include "mxopt/quant/block_cuda.cuh"
@@ -22,20 +24,27 @@ constexpr int kLaneLines = kTileLines / kWarps;
 constexpr int kLaneElems = 4;
 /// Lines whose state a lane loads before it computes. More hide more latency, but need more registers.
 constexpr int kLinesAtOnce = 2;
+/// Elements between lines up to which offsets inside of a tile are 32 bits.
+constexpr std::int64_t kLongestStride = 1 << 24;
 /// Runs of gradients that a warp adds up at a time, one for each lane in the end.
 constexpr int kWarpRuns = 32;
 
-enum TileFlags : std::int32_t { kBand = 1, kCut = 2 };
+enum TileFlags : std::int32_t {
+  kBand = 1,   // of a param with a column plane
+  kCut = 2,    // of a band that the segment does not own as a whole
+  kWhole = 4,  // all its lines are owned, and short is its stride
+};
 
 /// For params with a column plane a tile is 32 rows x up to 128 columns of one band; else 4096 elements in a
 /// row, as lines of 128. So both are walked in the same way: line l begins at begin + l * stride.
 struct Tile {
-  std::int64_t begin = 0;    // of the first element, in the param
-  std::int32_t segment = 0;  // in the table
+  std::int64_t begin = 0;             // of the first element, in the param
+  std::int64_t band = 0, column = 0;  // kBand: where the tile is
+  std::int32_t segment = 0;           // in the table
   std::int16_t flags = 0;
   std::int16_t width = kTileWidth;  // elements of a line
 };
-static_assert(sizeof(Tile) == 16);
+static_assert(sizeof(Tile) == 32);
 
 /// What a kernel needs of the tables.
 struct Pass {
@@ -59,13 +68,14 @@ __device__ void add_atomically(std::int64_t& sum, std::int64_t value) {
   }
 }
 
-/// The elements of one lane: offsets in the param.
+/// The elements of one lane: offsets in the param. kIsWhole: of a whole tile, where little has to be asked.
+template <bool kIsWhole>
 struct LaneTile {
   __device__ LaneTile(const Tile& tile, const SegmentRow& segment)
-      : stride((tile.flags & kBand) != 0 ? segment.planes.cols : kTileWidth),
+      : stride(static_cast<Stride>((tile.flags & kBand) != 0 ? segment.planes.cols : kTileWidth)),
         column(static_cast<int>(threadIdx.x % 32) * kLaneElems),
         line(static_cast<int>(threadIdx.x / 32) * kLaneLines),
-        begin(tile.begin + line * stride + column),
+        begin(tile.begin + static_cast<std::int64_t>(line) * stride + column),
         is_in_width(column < tile.width),
         owned_begin(segment.param_begin),
         owned_end(segment.param_begin + segment.elems) {}
@@ -74,12 +84,16 @@ struct LaneTile {
   /// How many of the 4 elements of line i the segment owns: all or none, but for the last ones of a plain
   /// param.
   __device__ int owned(int i) const {
+    if constexpr (kIsWhole) return is_in_width ? kLaneElems : 0;
     const std::int64_t at = offset(i);
     if (!is_in_width || at < owned_begin || at >= owned_end) return 0;
     return owned_end - at < kLaneElems ? static_cast<int>(owned_end - at) : kLaneElems;
   }
 
-  std::int64_t stride;
+  /// Short in a whole tile, so that an address is one multiplication and addition away from the first.
+  using Stride = std::conditional_t<kIsWhole, std::int32_t, std::int64_t>;
+
+  Stride stride;
   int column;  // of the first of the 4 elements, in the tile
   int line;    // the first of the lane's 4 lines, in the tile
   std::int64_t begin;
@@ -87,124 +101,129 @@ struct LaneTile {
   std::int64_t owned_begin, owned_end;
 };
 
-__device__ __forceinline__ float4 load4(const float* from, int count) {
-  if (count == kLaneElems) return *reinterpret_cast<const float4*>(from);
-  float4 value = {0, 0, 0, 0};
-  if (count > 0) value.x = from[0];
-  if (count > 1) value.y = from[1];
-  if (count > 2) value.z = from[2];
-  return value;
-}
-__device__ __forceinline__ float4 load4(const Bf16* from, int count) {
+/// Four elements as they are in memory; those that are not there are 0.
+__device__ __forceinline__ float4 load_raw(const float* from, int count) {
+  float4 raw = {0, 0, 0, 0};
   if (count == kLaneElems) {
-    const uint2 pairs = *reinterpret_cast<const uint2*>(from);
-    return {first_value(pairs.x), second_value(pairs.x), first_value(pairs.y), second_value(pairs.y)};
+    raw = *reinterpret_cast<const float4*>(from);
+  } else {
+    if (count > 0) raw.x = from[0];
+    if (count > 1) raw.y = from[1];
+    if (count > 2) raw.z = from[2];
   }
-  float4 value = {0, 0, 0, 0};
-  if (count > 0) value.x = bf16_to_fp32(from[0]);
-  if (count > 1) value.y = bf16_to_fp32(from[1]);
-  if (count > 2) value.z = bf16_to_fp32(from[2]);
-  return value;
+  return raw;
 }
-__device__ __forceinline__ void store4(float* to, const float4& value, int count) {
+__device__ __forceinline__ uint2 load_raw(const Bf16* from, int count) {
+  uint2 raw = {0, 0};
   if (count == kLaneElems) {
-    *reinterpret_cast<float4*>(to) = value;
+    raw = *reinterpret_cast<const uint2*>(from);
+  } else {
+    if (count > 0) raw.x = from[0].bits;
+    if (count > 1) raw.x |= static_cast<std::uint32_t>(from[1].bits) << 16;
+    if (count > 2) raw.y = from[2].bits;
+  }
+  return raw;
+}
+__device__ __forceinline__ void unpack(float4 raw, float (&values)[kLaneElems]) {
+  values[0] = raw.x;
+  values[1] = raw.y;
+  values[2] = raw.z;
+  values[3] = raw.w;
+}
+__device__ __forceinline__ void unpack(uint2 raw, float (&values)[kLaneElems]) {
+  values[0] = first_value(raw.x);
+  values[1] = second_value(raw.x);
+  values[2] = first_value(raw.y);
+  values[3] = second_value(raw.y);
+}
+
+__device__ __forceinline__ void store4(float* to, const float (&values)[kLaneElems], int count) {
+  if (count == kLaneElems) {
+    *reinterpret_cast<float4*>(to) = make_float4(values[0], values[1], values[2], values[3]);
     return;
   }
-  if (count > 0) to[0] = value.x;
-  if (count > 1) to[1] = value.y;
-  if (count > 2) to[2] = value.z;
+  if (count > 0) to[0] = values[0];
+  if (count > 1) to[1] = values[1];
+  if (count > 2) to[2] = values[2];
 }
 /// Rounded to BF16, a NaN to the canonical one.
-__device__ __forceinline__ void store4(Bf16* to, const float4& value, int count) {
-  const Bf16 first = fp32_to_bf16(value.x);
-  const Bf16 second = fp32_to_bf16(value.y);
-  const Bf16 third = fp32_to_bf16(value.z);
-  const Bf16 fourth = fp32_to_bf16(value.w);
+__device__ __forceinline__ void store4(Bf16* to, const float (&values)[kLaneElems], int count) {
+  std::uint32_t bits[kLaneElems];
+#pragma unroll
+  for (int k = 0; k < kLaneElems; ++k) bits[k] = bf16_rne_bits(float_to_bits(values[k]));
   if (count == kLaneElems) {
-    *reinterpret_cast<uint2*>(to) = make_uint2(first.bits | static_cast<std::uint32_t>(second.bits) << 16,
-                                               third.bits | static_cast<std::uint32_t>(fourth.bits) << 16);
+    *reinterpret_cast<uint2*>(to) = make_uint2(bits[0] | bits[1] << 16, bits[2] | bits[3] << 16);
     return;
   }
-  if (count > 0) to[0] = first;
-  if (count > 1) to[1] = second;
-  if (count > 2) to[2] = third;
+  if (count > 0) to[0].bits = static_cast<std::uint16_t>(bits[0]);
+  if (count > 1) to[1].bits = static_cast<std::uint16_t>(bits[1]);
+  if (count > 2) to[2].bits = static_cast<std::uint16_t>(bits[2]);
 }
+
+/// Where the state of a lane's first element is; a copy of pointers that stores could seem to change.
+struct StateAt {
+  __device__ StateAt(const SegmentRow& segment, std::int64_t at, int grad_bytes)
+      : master(segment.master + at),
+        exp_avg(segment.exp_avg + at),
+        exp_avg_sq(segment.exp_avg_sq + at),
+        grad(static_cast<const std::uint8_t*>(segment.grad) + at * grad_bytes) {}
+
+  float* master;
+  float* exp_avg;
+  float* exp_avg_sq;
+  const void* grad;
+};
 
 /// Adam on kLinesAtOnce of the lane's lines, from line `first` on; w := the new masters, 0 where nothing is
 /// owned.
-template <class Grad>
-__device__ __forceinline__ void update_lines(const SegmentRow& segment, const LaneTile& lane,
-                                             const AdamScalars& scalars, int first, float4* w) {
-  float4 m[kLinesAtOnce], v[kLinesAtOnce], g[kLinesAtOnce];
+template <class Grad, class Lane>
+__device__ __forceinline__ void update_lines(const StateAt& state, const Lane& lane,
+                                             const AdamConstants& constants, int first,
+                                             float (&w)[kLinesAtOnce][kLaneElems]) {
+  using RawGrad = decltype(load_raw(static_cast<const Grad*>(nullptr), 0));
+  float4 p_raw[kLinesAtOnce], m_raw[kLinesAtOnce], v_raw[kLinesAtOnce];
+  RawGrad g_raw[kLinesAtOnce];
 #pragma unroll
   for (int k = 0; k < kLinesAtOnce; ++k) {
-    const std::int64_t at = lane.offset(first + k) - lane.owned_begin;
+    const auto at = (first + k) * lane.stride;
     const int owned = lane.owned(first + k);
-    w[k] = load4(segment.master + at, owned);
-    m[k] = load4(segment.exp_avg + at, owned);
-    v[k] = load4(segment.exp_avg_sq + at, owned);
-    g[k] = load4(static_cast<const Grad*>(segment.grad) + at, owned);
+    p_raw[k] = load_raw(state.master + at, owned);
+    m_raw[k] = load_raw(state.exp_avg + at, owned);
+    v_raw[k] = load_raw(state.exp_avg_sq + at, owned);
+    g_raw[k] = load_raw(static_cast<const Grad*>(state.grad) + at, owned);
   }
 #pragma unroll
   for (int k = 0; k < kLinesAtOnce; ++k) {
-    const std::int64_t at = lane.offset(first + k) - lane.owned_begin;
+    const auto at = (first + k) * lane.stride;
     const int owned = lane.owned(first + k);
-    const auto update = [&](float& p, float& first_moment, float& second_moment, float grad) {
-      const AdamElement now = adam_update({p, first_moment, second_moment}, grad, scalars);
-      p = now.p;
-      first_moment = now.m;
-      second_moment = now.v;
-    };
-    update(w[k].x, m[k].x, v[k].x, g[k].x);
-    update(w[k].y, m[k].y, v[k].y, g[k].y);
-    update(w[k].z, m[k].z, v[k].z, g[k].z);
-    update(w[k].w, m[k].w, v[k].w, g[k].w);
-    store4(segment.master + at, w[k], owned);
-    store4(segment.exp_avg + at, m[k], owned);
-    store4(segment.exp_avg_sq + at, v[k], owned);
+    float m[kLaneElems], v[kLaneElems], g[kLaneElems];
+    unpack(p_raw[k], w[k]);
+    unpack(m_raw[k], m);
+    unpack(v_raw[k], v);
+    unpack(g_raw[k], g);
+    adam_update4(w[k], m, v, g, constants);
+    store4(state.master + at, w[k], owned);
+    store4(state.exp_avg + at, m, owned);
+    store4(state.exp_avg_sq + at, v, owned);
     // What is not owned takes no part in maxima, whatever the formula made of it.
-    if (owned < 1) w[k].x = 0;
-    if (owned < 2) w[k].y = 0;
-    if (owned < 3) w[k].z = 0;
-    if (owned < 4) w[k].w = 0;
+#pragma unroll
+    for (int j = 0; j < kLaneElems; ++j) w[k][j] = j < owned ? w[k][j] : 0.0f;
   }
 }
 
-/// The masters of the lane's elements, updated first when kUpdate; 0 where the segment owns nothing.
-template <bool kUpdate, class Grad>
-__device__ __forceinline__ void load_masters(const SegmentRow& segment, const LaneTile& lane,
-                                             const AdamScalars* groups, float4 (&w)[kLaneLines]) {
-  if constexpr (kUpdate) {
-    const AdamScalars scalars = groups[segment.group];
-#pragma unroll
-    for (int first = 0; first < kLaneLines; first += kLinesAtOnce) {
-      update_lines<Grad>(segment, lane, scalars, first, w + first);
-    }
+/// bf16 or fp32 values of line i of a plain param; false when one of them is not finite.
+template <class Lane>
+__device__ __forceinline__ bool write_values(const SegmentRow& segment, const Lane& lane, int i,
+                                             const float (&w)[kLaneElems]) {
+  bool is_finite = true;
+  if (segment.values_dtype == DType::kFp32) {
+    store4(static_cast<float*>(segment.values) + lane.offset(i), w, lane.owned(i));
+    for (const float value : w) is_finite = is_finite && isfinite(value);
   } else {
-#pragma unroll
-    for (int i = 0; i < kLaneLines; ++i) {
-      w[i] = load4(segment.master + (lane.offset(i) - lane.owned_begin), lane.owned(i));
-    }
+    store4(static_cast<Bf16*>(segment.values) + lane.offset(i), w, lane.owned(i));
+    for (const float value : w) is_finite = is_finite && isfinite(bf16_rne(value));
   }
-}
-
-/// bf16 or fp32 values of a plain param.
-__device__ __forceinline__ void write_values(const SegmentRow& segment, const LaneTile& lane,
-                                             const float4 (&w)[kLaneLines]) {
-  bool finite = true;
-#pragma unroll
-  for (int i = 0; i < kLaneLines; ++i) {
-    const int owned = lane.owned(i);
-    if (segment.values_dtype == DType::kFp32) {
-      store4(static_cast<float*>(segment.values) + lane.offset(i), w[i], owned);
-      for (float value : {w[i].x, w[i].y, w[i].z, w[i].w}) finite = finite && isfinite(value);
-    } else {
-      store4(static_cast<Bf16*>(segment.values) + lane.offset(i), w[i], owned);
-      for (float value : {w[i].x, w[i].y, w[i].z, w[i].w}) finite = finite && isfinite(bf16_rne(value));
-    }
-  }
-  if (!finite) mark(segment, kStatusNonFiniteMaster);
+  return is_finite;
 }
 
 /// w in BF16, as pairs: [line][elements 0 and 1, 2 and 3].
@@ -212,10 +231,22 @@ struct LanePairs {
   Bf16Pair pairs[kLaneLines][2];
 };
 
-/// Row bytes and row scales of the lane's lines. Eight neighbouring lanes hold a row block.
-__device__ __forceinline__ void write_row_blocks(const SegmentRow& segment, const LaneTile& lane,
+/// {row, block in the row} of the row block that begins at `offset`.
+__device__ __forceinline__ longlong2 row_block_at(std::int64_t offset, std::int64_t cols) {
+  if (((offset | cols) >> 32) == 0) {  // the division of short numbers is several times faster
+    const auto low = static_cast<std::uint32_t>(offset);
+    const std::uint32_t row = low / static_cast<std::uint32_t>(cols);
+    return {row, (low - row * static_cast<std::uint32_t>(cols)) / static_cast<std::uint32_t>(kBlockElems)};
+  }
+  const std::int64_t row = offset / cols;
+  return {row, (offset - row * cols) / kBlockElems};
+}
+
+/// Row bytes and row scales of the lane's lines; false when a value is not finite. Eight neighbouring lanes
+/// hold a row block.
+template <class Lane>
+__device__ __forceinline__ bool write_row_blocks(const MxView& planes, const Tile& tile, const Lane& lane,
                                                  const LanePairs& w) {
-  const MxView& planes = segment.planes;
   // Two lines in one register: half the shuffles.
   Bf16Pair amax[kLaneLines / 2];
 #pragma unroll
@@ -224,26 +255,30 @@ __device__ __forceinline__ void write_row_blocks(const SegmentRow& segment, cons
     const Bf16Pair odd = larger(magnitudes(w.pairs[i + 1][0]), magnitudes(w.pairs[i + 1][1]));
     amax[i / 2] = largest_of_lanes<8>(fold(even, odd));
   }
-  bool finite = true;
+  bool is_finite = true;
 #pragma unroll
   for (int i = 0; i < kLaneLines; ++i) {
     const std::uint32_t magnitude = i % 2 == 0 ? amax[i / 2] & 0xFFFFu : amax[i / 2] >> 16;
     const std::uint32_t code = code_of(magnitude);
-    finite = finite && !is_nonfinite(magnitude);
+    is_finite = is_finite && !is_nonfinite(magnitude);
     if (lane.owned(i) == 0) continue;
-    const std::int64_t at = lane.offset(i);
-    *reinterpret_cast<std::uint32_t*>(planes.row_data + at) =
+    *reinterpret_cast<std::uint32_t*>(planes.row_data + lane.offset(i)) =
         encode_row(w.pairs[i][0], w.pairs[i][1], e8m0_reciprocal(code));
     if (lane.column % kBlockElems != 0) continue;
-    const std::int64_t row = at / planes.cols;
-    const std::int64_t block = (at - row * planes.cols) / kBlockElems;
-    planes.row_scales[row_scale_offset(row, block, planes.cols, planes.scale_layout)] =
+    longlong2 block;
+    if ((tile.flags & kBand) != 0) {
+      block.x = tile.band * kBlockElems + lane.line + i;
+      block.y = (tile.column + lane.column) / kBlockElems;
+    } else {
+      block = row_block_at(lane.offset(i), planes.cols);
+    }
+    planes.row_scales[row_scale_offset(block.x, block.y, planes.cols, planes.scale_layout)] =
         static_cast<std::uint8_t>(code);
   }
-  if (!finite) mark(segment, kStatusNonFiniteMaster);
+  return is_finite;
 }
 
-/// Four neighbouring column scales, from `column` of the tile on; the lowest byte is the first.
+/// Four neighbouring column scales, from column c on; the lowest byte is the first.
 __device__ __forceinline__ void store_column_codes(const MxView& planes, std::int64_t band, std::int64_t c,
                                                    std::uint32_t codes) {
   if (planes.scale_layout == ScaleLayout::kCompact) {
@@ -275,8 +310,9 @@ __device__ __forceinline__ std::uint32_t load_column_codes(const MxView& planes,
 }
 
 /// Column bytes of the lane's elements, with the codes of its four columns.
-__device__ __forceinline__ void write_column_bytes(const MxView& planes, const LaneTile& lane,
-                                                   const LanePairs& w, std::uint32_t codes) {
+template <class Lane>
+__device__ __forceinline__ void write_column_bytes(const MxView& planes, const Lane& lane, const LanePairs& w,
+                                                   std::uint32_t codes) {
   float factor[kLaneElems];
 #pragma unroll
   for (int j = 0; j < kLaneElems; ++j) factor[j] = e8m0_reciprocal(codes >> (8 * j) & 0xFFu);
@@ -287,16 +323,6 @@ __device__ __forceinline__ void write_column_bytes(const MxView& planes, const L
         encode4(first_value(w.pairs[i][0]) * factor[0], second_value(w.pairs[i][0]) * factor[1],
                 first_value(w.pairs[i][1]) * factor[2], second_value(w.pairs[i][1]) * factor[3]);
   }
-}
-
-__device__ __forceinline__ LanePairs to_bf16(const float4 (&w)[kLaneLines]) {
-  LanePairs result;
-#pragma unroll
-  for (int i = 0; i < kLaneLines; ++i) {
-    result.pairs[i][0] = round_to_bf16(w[i].x, w[i].y);
-    result.pairs[i][1] = round_to_bf16(w[i].z, w[i].w);
-  }
-  return result;
 }
 
 /// The codes of the lane's four columns, from all lines of the tile that the segment owns. All threads call.
@@ -325,29 +351,56 @@ __device__ __forceinline__ std::uint32_t column_codes(const LanePairs& w) {
 
 /// One tile: Adam (kUpdate) and everything that is written from the new masters. One read and one write of
 /// each state array.
+template <bool kUpdate, class Grad, bool kIsWhole>
+__device__ __forceinline__ void write_tile(const Tile& tile, const SegmentRow& segment,
+                                           const AdamScalars* groups) {
+  const LaneTile<kIsWhole> lane(tile, segment);
+  const StateAt state(segment, lane.begin - lane.owned_begin, static_cast<int>(sizeof(Grad)));
+  const AdamConstants constants = kUpdate ? AdamConstants(groups + segment.group) : AdamConstants();
+  const bool is_plain = segment.planes.rows == 0;
+  bool is_finite = true;
+  LanePairs w;
+#pragma unroll
+  for (int first = 0; first < kLaneLines; first += kLinesAtOnce) {
+    float lines[kLinesAtOnce][kLaneElems];
+    if constexpr (kUpdate) {
+      update_lines<Grad>(state, lane, constants, first, lines);
+    } else {
+#pragma unroll
+      for (int k = 0; k < kLinesAtOnce; ++k) {
+        unpack(load_raw(state.master + (first + k) * lane.stride, lane.owned(first + k)), lines[k]);
+      }
+    }
+#pragma unroll
+    for (int k = 0; k < kLinesAtOnce; ++k) {
+      if (is_plain) is_finite = write_values(segment, lane, first + k, lines[k]) && is_finite;
+      w.pairs[first + k][0] = round_to_bf16(lines[k][0], lines[k][1]);
+      w.pairs[first + k][1] = round_to_bf16(lines[k][2], lines[k][3]);
+    }
+  }
+  if (!is_plain) {
+    const MxView planes = segment.planes;
+    is_finite = write_row_blocks(planes, tile, lane, w);
+    if ((tile.flags & kBand) != 0) {
+      const std::uint32_t codes = column_codes(w);
+      if ((tile.flags & kCut) == 0) write_column_bytes(planes, lane, w, codes);
+      if (threadIdx.x < 32 && lane.is_in_width) {
+        store_column_codes(planes, tile.band, tile.column + lane.column, codes);
+      }
+    }
+  }
+  if (!is_finite) mark(segment, kStatusNonFiniteMaster);
+}
+
 template <bool kUpdate, class Grad>
-__global__ void __launch_bounds__(kThreads) write_kernel(Pass pass, const AdamScalars* groups) {
+__global__ void __launch_bounds__(kThreads, 3) write_kernel(Pass pass, const AdamScalars* groups) {
   if (is_skipped(pass.outcome)) return;
   const Tile tile = pass.tiles[blockIdx.x];
   const SegmentRow& segment = pass.segments[tile.segment];
-  const MxView& planes = segment.planes;
-  const LaneTile lane(tile, segment);
-
-  float4 masters[kLaneLines];
-  load_masters<kUpdate, Grad>(segment, lane, groups, masters);
-  if (planes.rows == 0) {
-    write_values(segment, lane, masters);
-    return;
-  }
-  const LanePairs w = to_bf16(masters);
-  write_row_blocks(segment, lane, w);
-  if ((tile.flags & kBand) == 0) return;
-
-  const std::uint32_t codes = column_codes(w);
-  if ((tile.flags & kCut) == 0) write_column_bytes(planes, lane, w, codes);
-  if (threadIdx.x < 32 && lane.is_in_width) {
-    const std::int64_t row = tile.begin / planes.cols;
-    store_column_codes(planes, row / kBlockElems, tile.begin - row * planes.cols + lane.column, codes);
+  if ((tile.flags & kWhole) != 0) {
+    write_tile<kUpdate, Grad, true>(tile, segment, groups);
+  } else {
+    write_tile<kUpdate, Grad, false>(tile, segment, groups);
   }
 }
 
@@ -356,14 +409,18 @@ __global__ void __launch_bounds__(kThreads) cast_kernel(Pass pass) {
   if (is_skipped(pass.outcome)) return;
   const Tile tile = pass.tiles[blockIdx.x];
   const SegmentRow& segment = pass.segments[tile.segment];
-  const LaneTile lane(tile, segment);
+  const LaneTile<false> lane(tile, segment);
   if (!lane.is_in_width) return;
-  float4 masters[kLaneLines];
-  load_masters<false, float>(segment, lane, nullptr, masters);
-  const std::int64_t row = tile.begin / segment.planes.cols;
-  const std::uint32_t codes = load_column_codes(segment.planes, row / kBlockElems,
-                                                tile.begin - row * segment.planes.cols + lane.column);
-  write_column_bytes(segment.planes, lane, to_bf16(masters), codes);
+  LanePairs w;
+#pragma unroll
+  for (int i = 0; i < kLaneLines; ++i) {
+    float line[kLaneElems];
+    unpack(load_raw(segment.master + (lane.offset(i) - lane.owned_begin), lane.owned(i)), line);
+    w.pairs[i][0] = round_to_bf16(line[0], line[1]);
+    w.pairs[i][1] = round_to_bf16(line[2], line[3]);
+  }
+  const std::uint32_t codes = load_column_codes(segment.planes, tile.band, tile.column + lane.column);
+  write_column_bytes(segment.planes, lane, w, codes);
 }
 
 /// The lane's part of the sum of one run: elements lane, lane + 32, lane + 64 and lane + 96 of it.
@@ -515,7 +572,11 @@ struct Tiling {
   /// As 4096 elements in a row each.
   void add_lines(std::int32_t index, const SegmentRow& segment) {
     for (std::int64_t begin = 0; begin < segment.elems; begin += kTileElems) {
-      all.push_back({segment.param_begin + begin, index, 0, kTileWidth});
+      Tile tile;
+      tile.begin = segment.param_begin + begin;
+      tile.segment = index;
+      tile.flags = static_cast<std::int16_t>(segment.elems - begin >= kTileElems ? kWhole : 0);
+      all.push_back(tile);
     }
   }
 
@@ -526,9 +587,16 @@ struct Tiling {
     for (std::int64_t band = segment.param_begin / band_elems; band * band_elems < end; ++band) {
       const bool is_cut = band * band_elems < segment.param_begin || (band + 1) * band_elems > end;
       for (std::int64_t column = 0; column < cols; column += kTileWidth) {
-        const Tile tile = {band * band_elems + column, index,
-                           static_cast<std::int16_t>(is_cut ? kBand | kCut : kBand),
-                           static_cast<std::int16_t>(std::min<std::int64_t>(kTileWidth, cols - column))};
+        const std::int64_t width = std::min<std::int64_t>(kTileWidth, cols - column);
+        Tile tile;
+        tile.begin = band * band_elems + column;
+        tile.band = band;
+        tile.column = column;
+        tile.segment = index;
+        tile.flags = static_cast<std::int16_t>(is_cut                   ? kBand | kCut
+                                               : cols <= kLongestStride ? kBand | kWhole
+                                                                        : kBand);
+        tile.width = static_cast<std::int16_t>(width);
         all.push_back(tile);
         if (is_cut) cut.push_back(tile);
       }
