@@ -681,6 +681,7 @@ Health NcclCommunicator::Engine::health(std::int64_t calls) {
   }
   Health health{.ok = first_failure_.empty(), .reason = first_failure_, .calls = calls};
   for (const auto& batch : pending_) health.outstanding += batch->calls;
+  if (open_ != nullptr) health.outstanding += open_->calls;
   return health;
 }
 

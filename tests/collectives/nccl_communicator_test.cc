@@ -281,7 +281,8 @@ TEST_F(NcclCommunicatorTest, CallsCanBeCapturedIntoAGraph) {
   const OnDevice<float> from(kGpu, {1, 2, 3});
   const OnDevice<float> to(kGpu, {0, 0, 0});
   comm->all_gather(to.span(), from.span(), Traffic::kPlain, from.stream()).wait();
-  ASSERT_EQ(cudaMemset(to.span().data, 0, 12), cudaSuccess);
+  ASSERT_EQ(cudaMemsetAsync(to.span().data, 0, 12, to.native()), cudaSuccess);
+  ASSERT_EQ(cudaStreamSynchronize(to.native()), cudaSuccess);
   Work captured;
   Graph graph(from.native(), [&] {
     captured = comm->all_gather(to.span(), from.span(), Traffic::kPlain, from.stream());
