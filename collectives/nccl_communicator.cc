@@ -156,7 +156,7 @@ bool has_passed(cudaEvent_t event) {
   const cudaError_t state = cudaEventQuery(event);
   MXOPT_CUDA_CHECK(cudaThreadExchangeStreamCaptureMode(&mode));
   if (state == cudaErrorNotReady) return false;
-  MXOPT_CUDA_CHECK(state);
+  if (state != cudaSuccess) cuda::fail_call(state, "cudaEventQuery(event)");
   return true;
 }
 
