@@ -23,6 +23,7 @@ depend_if_linked("OpenMP::" "OpenMP COMPONENTS CXX")
 depend_if_linked("Threads::" "Threads")
 depend_if_linked("yaml-cpp" "yaml-cpp")
 depend_if_linked("CUDA::" "CUDAToolkit")
+depend_if_linked("NCCL::" "NCCL")
 
 set(targets mxopt)
 foreach(layer IN LISTS layers)
@@ -43,4 +44,5 @@ write_basic_package_version_file(${PROJECT_BINARY_DIR}/mxoptConfigVersion.cmake
   COMPATIBILITY SameMinorVersion)
 install(FILES
   ${PROJECT_BINARY_DIR}/mxoptConfig.cmake ${PROJECT_BINARY_DIR}/mxoptConfigVersion.cmake
+  ${PROJECT_SOURCE_DIR}/cmake/FindNCCL.cmake
   DESTINATION ${package_dir})

@@ -60,7 +60,16 @@ if(NOT MXOPT_WITH_CUDA STREQUAL "OFF")
 endif()
 mxopt_resolve(CUDA "${found}" "${reason}")
 
-mxopt_resolve(NCCL OFF "this version has no NCCL transport")
+# Why 2.19: ncclCommSplit is there from 2.18 on, and the rule that every rank aborts its own communicator, from 2.19 on.
+set(found OFF)
+set(reason "it needs the CUDA backend")
+if(MXOPT_HAVE_CUDA AND NOT MXOPT_WITH_NCCL STREQUAL "OFF")
+  find_package(NCCL 2.19 QUIET)
+  set(found ${NCCL_FOUND})
+  set(reason "nccl.h and libnccl of 2.19 or newer were not found beside the CUDA toolkit or in the system's folders; \
+NCCL_ROOT names another folder")
+endif()
+mxopt_resolve(NCCL "${found}" "${reason}")
 
 set(found OFF)
 if(NOT MXOPT_WITH_MPI STREQUAL "OFF")

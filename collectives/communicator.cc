@@ -83,7 +83,9 @@ std::string_view traffic_name(Traffic traffic) {
 
 std::string Communicator::Call::signature() const {
   std::string text(operation);
-  if (operation == "barrier" || operation == "split") return text + "()";
+  if (operation == "barrier" || operation == "split" || operation == "init" || operation == "close") {
+    return text + "()";
+  }
   text += "(";
   if (operation == "all_reduce" || operation == "reduce_scatter") text += std::string(op_name(op)) + ", ";
   if (operation == "broadcast") text += "root " + std::to_string(root) + ", ";

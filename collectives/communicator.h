@@ -21,7 +21,8 @@ namespace mxopt {
 
 /// kSum and kAvg take fp32, bf16 and (kSum only) int64; kMax takes uint8.
 /// Sums of fp32 and bf16 in reduce_scatter are taken in fp32, in rank order, and rounded once at the end;
-/// kAvg divides that sum by size() before the rounding. So every host transport gives the same bits.
+/// kAvg divides that sum by size() before the rounding. So every host transport gives the same bits; what
+/// NCCL does instead is said in nccl_communicator.h.
 enum class ReduceOp { kSum, kAvg, kMax };
 
 /// What a call's bytes are, for accounting.
@@ -127,8 +128,8 @@ class Communicator {
   /// One call as a transport gets it: arguments are checked, elems may be zero.
   struct Call {
     std::int64_t sequence = 0;
-    std::string_view
-        operation;  // "all_reduce", "reduce_scatter", "all_gather", "broadcast", "barrier", "split"
+    /// "all_reduce", "reduce_scatter", "all_gather", "broadcast"; "barrier", "split", "init", "close".
+    std::string_view operation;
     DType dtype = DType::kUint8;
     std::int64_t elems = 0;        // of the shard where there is one, else of the buffer
     ReduceOp op = ReduceOp::kSum;  // reductions only

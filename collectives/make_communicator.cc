@@ -1,11 +1,16 @@
 #include "mxopt/collectives/make_communicator.h"
 
 #include <sstream>
+#include <string>
+#include <utility>
 
 #include "mxopt/collectives/self_communicator.h"
 #include "mxopt/params/check.h"
 #if MXOPT_WITH_MPI
 #include "mxopt/collectives/mpi_communicator.h"
+#endif
+#if MXOPT_WITH_NCCL
+#include "mxopt/collectives/nccl_communicator.h"
 #endif
 
 namespace mxopt {
@@ -43,17 +48,48 @@ std::unique_ptr<Communicator> make_mpi(const CommunicatorOptions&) {
 }
 #endif
 
+#if MXOPT_WITH_NCCL
+std::unique_ptr<Communicator> make_nccl(const CommunicatorOptions& options) {
+  if (options.device.kind != DeviceKind::kCuda) {
+    throw ConfigError(
+        "parallel.transport: nccl moves memory of CUDA devices, but the run is on the host; allowed are "
+        "auto, self and mpi");
+  }
+  std::unique_ptr<Communicator> host;
+  if (mpi_has_peers(options)) {
+    host = make_mpi(options);
+  } else {
+    host = std::make_unique<SelfCommunicator>();
+  }
+  return NcclCommunicator::create(std::move(host), options.device, options.timeout_s);
+}
+#else
+std::unique_ptr<Communicator> make_nccl(const CommunicatorOptions& options) {
+  throw ConfigError("parallel.transport: " +
+                    std::string(options.transport == Transport::kAuto
+                                    ? "several ranks on CUDA devices need nccl"
+                                    : "nccl was asked for") +
+                    ", but this build has no NCCL transport; switch on MXOPT_WITH_NCCL");
+}
+#endif
+
 std::unique_ptr<Communicator> make(const CommunicatorOptions& options) {
+  const bool on_host = options.device.kind == DeviceKind::kHost;
   switch (options.transport) {
     case Transport::kAuto:
-      if (mpi_has_peers(options)) return make_mpi(options);
-      return std::make_unique<SelfCommunicator>();
+      if (mpi_has_peers(options)) return on_host ? make_mpi(options) : make_nccl(options);
+      return std::make_unique<SelfCommunicator>(options.device);
     case Transport::kSelf:
-      return std::make_unique<SelfCommunicator>();
+      return std::make_unique<SelfCommunicator>(options.device);
     case Transport::kMpi:
-      return make_mpi(options);
+      if (on_host) return make_mpi(options);
+      throw ConfigError(
+          "parallel.transport: mpi moves memory of the host, but the run is on a CUDA device; allowed are "
+          "auto, self and nccl");
+    case Transport::kNccl:
+      return make_nccl(options);
   }
-  throw ConfigError("parallel.transport: unknown value; allowed are auto, self and mpi");
+  throw ConfigError("parallel.transport: unknown value; allowed are auto, self, mpi and nccl");
 }
 
 }  // namespace
@@ -66,6 +102,8 @@ std::string_view transport_name(Transport transport) {
       return "self";
     case Transport::kMpi:
       return "mpi";
+    case Transport::kNccl:
+      return "nccl";
   }
   return "?";
 }

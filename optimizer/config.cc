@@ -146,9 +146,14 @@ void describe_schedule(ConfigSchema& schema, ScheduleConfig& config) {
 void describe_parallel(ConfigSchema& schema, ParallelConfig& config) {
   constexpr double kMaxTimeout = 1e6;  // about 12 days; counts of nanoseconds do not overflow
   schema
-      .add("parallel.transport", config.transport,
-           {{"auto", Transport::kAuto}, {"self", Transport::kSelf}, {"mpi", Transport::kMpi}},
-           "How ranks talk; auto: mpi if MPI is initialised with more than one rank, else self.")
+      .add(
+          "parallel.transport", config.transport,
+          {{"auto", Transport::kAuto},
+           {"self", Transport::kSelf},
+           {"mpi", Transport::kMpi},
+           {"nccl", Transport::kNccl}},
+          "How ranks talk; auto: self, or if MPI is initialised with more than one rank, mpi on the host and "
+          "nccl on CUDA devices.")
       .alias("backend")
       .alias("distributed_backend");
   schema.add("parallel.device", config.device, {{"auto", DeviceChoice::kAuto}, {"host", DeviceChoice::kHost}},

@@ -42,13 +42,39 @@ TEST(MakeCommunicator, SaysWhatMpiNeeds) {
 #endif
 }
 
+TEST(MakeCommunicator, SaysWhatNcclNeeds) {
+  const std::string on_host =
+      thrown_message<ConfigError>([] { make_communicator({.transport = Transport::kNccl}); });
+#ifdef MXOPT_TEST_HAS_NCCL
+  EXPECT_EQ(on_host,
+            "parallel.transport: nccl moves memory of CUDA devices, but the run is on the host; allowed are "
+            "auto, self and mpi");
+#else
+  EXPECT_EQ(on_host,
+            "parallel.transport: nccl was asked for, but this build has no NCCL transport; switch on "
+            "MXOPT_WITH_NCCL");
+#endif
+}
+
+TEST(MakeCommunicator, TheTransportMovesTheDevicesMemory) {
+  const Device gpu{DeviceKind::kCuda, 3};
+  for (Transport transport : {Transport::kAuto, Transport::kSelf}) {
+    EXPECT_EQ(make_communicator({.transport = transport, .device = gpu})->device(), gpu);
+  }
+  EXPECT_EQ(
+      thrown_message<ConfigError>([&] { make_communicator({.transport = Transport::kMpi, .device = gpu}); }),
+      "parallel.transport: mpi moves memory of the host, but the run is on a CUDA device; allowed are "
+      "auto, self and nccl");
+}
+
 TEST(MakeCommunicator, RefusesUnknownTransports) {
   EXPECT_TRUE(contains(
       thrown_message<ConfigError>([] { make_communicator({.transport = static_cast<Transport>(9)}); }),
-      "allowed are auto, self and mpi"));
+      "allowed are auto, self, mpi and nccl"));
   EXPECT_EQ(transport_name(Transport::kAuto), "auto");
   EXPECT_EQ(transport_name(Transport::kSelf), "self");
   EXPECT_EQ(transport_name(Transport::kMpi), "mpi");
+  EXPECT_EQ(transport_name(Transport::kNccl), "nccl");
   EXPECT_EQ(transport_name(static_cast<Transport>(9)), "?");
 }
 

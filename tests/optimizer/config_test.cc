@@ -258,7 +258,7 @@ TEST_F(ConfigFile, EveryKeyRefusesABadValue) {
       {"schedule.warmup_steps", "-1"},
       {"schedule.decay_steps", "0.5"},
       {"schedule.min_lr", "-1"},
-      {"parallel.transport", "nccl"},
+      {"parallel.transport", "gloo"},
       {"parallel.device", "cuda"},
       {"parallel.timeout_s", "0"},
       {"parallel.init_timeout_s", "2e6"},
@@ -332,8 +332,8 @@ TEST_F(ConfigFile, BadConfigurationsPrintExactlyThis) {
       {"optimizer: {bucket_elems: 64}\n",
        "run.yaml:1:27: `optimizer.bucket_elems` is 64; allowed: integer >= 128, or 0 (automatic rule), in "
        "elements"},
-      {"parallel: {transport: nccl}\n",
-       "run.yaml:1:23: `parallel.transport` is nccl; allowed: one of auto, self, mpi"},
+      {"parallel: {transport: gloo}\n",
+       "run.yaml:1:23: `parallel.transport` is gloo; allowed: one of auto, self, mpi, nccl"},
       {"precision: {weights: mxfp4}\n",
        "run.yaml:1:22: `precision.weights` is mxfp4; allowed: one of mxfp8, bf16, fp32; did you mean "
        "`mxfp8`?"},

@@ -27,11 +27,11 @@
 #endif
 
 #include "support/compare.h"
+#include "support/device_over_host.h"
 #include "support/exact_inputs.h"
 #include "support/host_view.h"
 #include "support/reference_mxfp8.h"
 #include "support/run_ranks.h"
-#include "support/staged_communicator.h"
 
 #include "mxopt/collectives/communicator.h"
 #include "mxopt/collectives/self_communicator.h"
@@ -458,7 +458,7 @@ inline Facts run_scenario(Communicator& comm, const Scenario& scenario,
   const std::unique_ptr<Communicator> side = comm.split(0, comm.rank());
   const Stream stream(device);
   const Place place{device, stream.ref()};
-  StagedCommunicator staged(comm, device);
+  DeviceOverHost staged(comm, device);
   SelfCommunicator alone(device);
   Communicator& device_comm = comm.size() == 1 ? static_cast<Communicator&>(alone) : staged;
   DistributedAdam opt(scenario.specs, scenario.config, device.kind == DeviceKind::kHost ? comm : device_comm,

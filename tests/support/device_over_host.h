@@ -13,9 +13,9 @@
 namespace mxopt::test {
 
 /// `host` must outlive it; groups split off from it are those of `host`.
-class StagedCommunicator final : public Communicator {
+class DeviceOverHost final : public Communicator {
  public:
-  StagedCommunicator(Communicator& host, Device device) : host_(host), device_(device) {}
+  DeviceOverHost(Communicator& host, Device device) : host_(host), device_(device) {}
 
   int rank() const override { return host_.rank(); }
   int size() const override { return host_.size(); }
@@ -62,7 +62,7 @@ class StagedCommunicator final : public Communicator {
   /// Host copy of device memory.
   class Copy {
    public:
-    Copy(const StagedCommunicator& owner, const Call& call, const void* from, std::int64_t elems)
+    Copy(const DeviceOverHost& owner, const Call& call, const void* from, std::int64_t elems)
         : owner_(owner),
           stream_(call.stream),
           bytes_(static_cast<std::size_t>(elems * dtype_bytes(call.dtype))),
@@ -77,7 +77,7 @@ class StagedCommunicator final : public Communicator {
     }
 
    private:
-    const StagedCommunicator& owner_;
+    const DeviceOverHost& owner_;
     StreamRef stream_;
     std::vector<std::uint8_t> bytes_;
     TypedSpan span_;
