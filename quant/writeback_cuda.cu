@@ -26,7 +26,7 @@ static_assert(kWarps * kWarpRows == kBlockElems);
 constexpr int kVectorBytes = 16;
 /// Blocks of threads that a multiprocessor must have room for: 64 registers a thread, and more bytes in
 /// flight than the memory needs to be busy.
-constexpr int kAmaxBlocks = 7;
+constexpr int kAmaxBlocks = 8;
 constexpr int kCastBlocks = 6;
 /// Bytes of a scale array that one block of threads clears or copies.
 constexpr std::int64_t kPieceBytes = 16 << 10;
@@ -138,7 +138,9 @@ struct Place {
   std::int64_t col;
   std::int64_t flat;  // element (row, col)
   std::int64_t padded_cols;
-  bool whole;  // all of the tile is inside the matrix and owned
+  bool active;  // the columns are inside the matrix
+  bool whole;   // all of the tile that is inside the matrix is owned
+  bool roomy;   // and so are the runs before its first element and after its last one
 };
 
 template <class Master>
@@ -155,9 +157,12 @@ __device__ __forceinline__ Place place_of(const Entry& entry, int tile) {
   place.col = place.tile_col + place.lane * Lanes<Master>::kElems;
   place.flat = place.row * entry.cols + place.col;
   place.padded_cols = round_up(entry.cols, 128);
+  place.active = place.col < entry.cols;
   const std::int64_t first = place.band * kBlockElems * entry.cols + place.tile_col;
-  const std::int64_t last = first + (kBlockElems - 1) * entry.cols + kTileCols - 1;
-  place.whole = place.tile_col + kTileCols <= entry.cols && first >= entry.begin && last < entry.end;
+  const std::int64_t cols_inside = min(std::int64_t{kTileCols}, entry.cols - place.tile_col);
+  const std::int64_t end = first + (kBlockElems - 1) * entry.cols + cols_inside;
+  place.whole = first >= entry.begin && end <= entry.end;
+  place.roomy = first - Lanes<Master>::kElems >= entry.begin && end + Lanes<Master>::kElems <= entry.end;
   return place;
 }
 
@@ -172,7 +177,7 @@ __device__ __forceinline__ Owned owned_part(const Entry& entry, const Place& pla
   constexpr std::int64_t kElems = Lanes<Master>::kElems;
   const std::int64_t lo = min(max(entry.begin - flat, std::int64_t{0}), kElems);
   const std::int64_t hi = min(max(entry.end - flat, std::int64_t{0}), kElems);
-  return {static_cast<short>(lo), static_cast<short>(place.col < entry.cols ? hi : 0)};
+  return {static_cast<short>(lo), static_cast<short>(place.active ? hi : 0)};
 }
 
 /// A place in a scale array, and how far it is to the scale of the next row (of a row block) or column (of a
@@ -232,31 +237,65 @@ __device__ __forceinline__ uint4 load_owned(std::uintptr_t address, Owned owned)
   return vector;
 }
 
+/// How the masters of a tile are read.
+enum class Reading {
+  kAligned,  // whole tile, masters at multiples of 16 bytes
+  kShifted,  // roomy tile, masters at any multiple of their size
+  kEdge,     // anything else
+};
+
+/// The 16 bytes that begin `shift` bytes after the start of `low`, a multiple of the size of a master.
+template <class Master>
+__device__ __forceinline__ uint4 shifted(uint4 low, uint4 high, std::uint32_t shift) {
+  return bytes_from(low, high, sizeof(Master) == 4 ? shift & ~3u : shift);
+}
+
 /// Calls consume(i, vector, owned) for the lane's run of each row, i = 0 .. 7 of the warp; elements that are
-/// not owned are 0. All loads of a group of rows are issued before prepare() and the first use. A tile that
-/// is `kWhole` has only owned elements and aligned masters.
+/// not owned are 0. The loads of a tile, or of half a tile where each run takes two, are issued before
+/// prepare() and the first use.
 ///
 /// Why: rows are a multiple of 64 bytes apart, so masters that do not start at a multiple of 16 bytes are off
 /// by the same number of bytes everywhere. Then a lane loads the two aligned vectors that cover its run and
 /// shifts its 16 bytes out of them. The second vector is the neighbour's first: it costs no memory traffic,
 /// only a second look into the first-level cache, which at full speed is busy for a quarter of the time. Only
 /// where those vectors reach outside of the shard are elements loaded one by one.
-template <class Master, bool kWhole, class Prepare, class Consume>
+template <class Master, Reading kReading, class Prepare, class Consume>
 __device__ __forceinline__ void for_each_row(const Entry& entry, const Place& place, const Prepare& prepare,
                                              const Consume& consume) {
   constexpr int kElems = Lanes<Master>::kElems;
+  constexpr int kGroupRows = kWarpRows / 2;
   const std::uintptr_t address = entry.master + place.flat * sizeof(Master);
   const std::uintptr_t pitch = entry.cols * sizeof(Master);
-  if constexpr (kWhole) {
-    uint4 rows[kWarpRows];
+  const std::uint32_t shift = entry.master_shift;
+  const uint4 none = make_uint4(0, 0, 0, 0);
+  if constexpr (kReading != Reading::kEdge) {
+    const Owned owned{0, static_cast<short>(place.active ? kElems : 0)};
+    if constexpr (kReading == Reading::kAligned) {
+      uint4 rows[kWarpRows];
 #pragma unroll
-    for (int i = 0; i < kWarpRows; ++i) rows[i] = load_vector(address + i * pitch);
-    prepare();
+      for (int i = 0; i < kWarpRows; ++i) rows[i] = place.active ? load_vector(address + i * pitch) : none;
+      prepare();
 #pragma unroll
-    for (int i = 0; i < kWarpRows; ++i) consume(i, rows[i], Owned{0, kElems});
+      for (int i = 0; i < kWarpRows; ++i) consume(i, rows[i], owned);
+    } else {
+#pragma unroll
+      for (int group = 0; group < kWarpRows; group += kGroupRows) {
+        uint4 low[kGroupRows];
+        uint4 high[kGroupRows];
+#pragma unroll
+        for (int i = 0; i < kGroupRows; ++i) {
+          const std::uintptr_t from = address + (group + i) * pitch;
+          low[i] = place.active ? load_vector(from) : none;
+          high[i] = place.active ? load_vector(from + kVectorBytes) : none;
+        }
+        if (group == 0) prepare();
+#pragma unroll
+        for (int i = 0; i < kGroupRows; ++i) {
+          consume(group + i, shifted<Master>(low[i], high[i], shift), owned);
+        }
+      }
+    }
   } else {
-    constexpr int kGroupRows = kWarpRows / 2;
-    const std::uint32_t shift = entry.master_shift;
     prepare();
 #pragma unroll
     for (int group = 0; group < kWarpRows; group += kGroupRows) {
@@ -267,19 +306,17 @@ __device__ __forceinline__ void for_each_row(const Entry& entry, const Place& pl
 #pragma unroll
       for (int i = 0; i < kGroupRows; ++i) {
         const std::int64_t flat = place.flat + (group + i) * entry.cols;
+        const std::uintptr_t from = address + (group + i) * pitch;
         owned[i] = owned_part<Master>(entry, place, flat);
-        vector[i] = owned[i].lo == 0 && owned[i].hi == kElems &&
-                    (shift == 0 || (flat - kElems >= entry.begin && flat + 2 * kElems <= entry.end));
-        low[i] = make_uint4(0, 0, 0, 0);
-        high[i] = make_uint4(0, 0, 0, 0);
-        if (vector[i]) {
-          low[i] = load_vector(address + (group + i) * pitch);
-          if (shift != 0) high[i] = load_vector(address + (group + i) * pitch + kVectorBytes);
-        }
+        const bool all = owned[i].lo == 0 && owned[i].hi == kElems;
+        const bool room = flat - kElems >= entry.begin && flat + 2 * kElems <= entry.end;
+        vector[i] = all && (room || shift == 0);
+        low[i] = vector[i] ? load_vector(from) : none;
+        high[i] = vector[i] && shift != 0 ? load_vector(from + kVectorBytes) : none;
       }
 #pragma unroll
       for (int i = 0; i < kGroupRows; ++i) {
-        uint4 run = bytes_from(low[i], high[i], shift);
+        uint4 run = shifted<Master>(low[i], high[i], shift);
         if (!vector[i] && owned[i].lo < owned[i].hi) {
           run = load_owned<Master>(address + (group + i) * pitch + shift, owned[i]);
         }
@@ -307,14 +344,14 @@ __device__ __forceinline__ void to_pairs(uint4 vector, Bf16Pair (&pairs)[Lanes<M
 /// Largest magnitudes of the columns of each warp, two columns a word.
 using ColumnMaxima = Bf16Pair[kWarps][kMaxTilePairs];
 
-template <class Master, bool kRow, bool kColumn, bool kWhole>
+template <class Master, bool kRow, bool kColumn, Reading kReading>
 __device__ __forceinline__ void amax_rows(const Entry& entry, const Place& place, std::uint8_t* packed,
                                           ColumnMaxima& columns) {
   using L = Lanes<Master>;
   Bf16Pair column[L::kPairs] = {};
   Bf16Pair rows[kWarpRows / 2];
   Bf16Pair even = 0;
-  for_each_row<Master, kWhole>(
+  for_each_row<Master, kReading>(
       entry, place, [] {},
       [&](int i, uint4 vector, Owned) {
         Bf16Pair pairs[L::kPairs];
@@ -356,9 +393,11 @@ __device__ __forceinline__ void amax_tile(const Entry& entry, int tile, std::uin
                                           ColumnMaxima& columns) {
   const Place place = place_of<Master>(entry, tile);
   if (place.whole && entry.master_shift == 0) {
-    amax_rows<Master, kRow, kColumn, true>(entry, place, packed, columns);
+    amax_rows<Master, kRow, kColumn, Reading::kAligned>(entry, place, packed, columns);
+  } else if (place.roomy) {
+    amax_rows<Master, kRow, kColumn, Reading::kShifted>(entry, place, packed, columns);
   } else {
-    amax_rows<Master, kRow, kColumn, false>(entry, place, packed, columns);
+    amax_rows<Master, kRow, kColumn, Reading::kEdge>(entry, place, packed, columns);
   }
   if constexpr (kColumn) {
     __syncthreads();
@@ -414,22 +453,23 @@ __global__ __launch_bounds__(kThreads,
 
 // Device: partial casts.
 
-/// Stores a lane's bytes of one row; at once where all are owned and the address allows it.
-template <int kWords>
+/// Stores a lane's bytes of one row: at once where all are owned and the address allows it.
+template <bool kAtOnce, int kWords>
 __device__ __forceinline__ void store_run(std::uintptr_t address, const std::uint32_t (&words)[kWords],
-                                          bool at_once, Owned owned) {
-  if (at_once) {
+                                          bool address_fits, Owned owned) {
+  if (owned.lo == 0 && owned.hi == 4 * kWords && (kAtOnce || address_fits)) {
     if constexpr (kWords == 1) {
-      *reinterpret_cast<std::uint32_t*>(address) = words[0];
+      __stwb(reinterpret_cast<std::uint32_t*>(address), words[0]);
     } else {
-      *reinterpret_cast<uint2*>(address) = make_uint2(words[0], words[1]);
+      __stwb(reinterpret_cast<uint2*>(address), make_uint2(words[0], words[1]));
     }
-    return;
-  }
+  } else if constexpr (!kAtOnce) {
 #pragma unroll 1
-  for (int j = owned.lo; j < owned.hi; ++j) {
-    const std::uint32_t word = j < 4 ? words[0] : words[kWords - 1];
-    *reinterpret_cast<std::uint8_t*>(address + j) = static_cast<std::uint8_t>(word >> (8 * (j % 4)));
+    for (int j = owned.lo; j < owned.hi; ++j) {
+      const std::uint32_t word = j < 4 ? words[0] : words[kWords - 1];
+      __stwb(reinterpret_cast<unsigned char*>(address + j),
+             static_cast<unsigned char>(word >> (8 * (j % 4))));
+    }
   }
 }
 
@@ -462,13 +502,13 @@ __device__ __noinline__ void count_nonfinite(Runs runs, std::int64_t* counter) {
   }
 }
 
-template <class Master, bool kRow, bool kColumn, bool kWhole>
+template <class Master, bool kRow, bool kColumn, Reading kReading>
 __device__ __forceinline__ void cast_rows(const Entry& entry, const Place& place, const std::uint8_t* packed,
                                           std::int64_t* nonfinite) {
   using L = Lanes<Master>;
   std::uint32_t row_codes[L::kRowCodes] = {};
   std::uint32_t column_codes[L::kElems] = {};
-  if (place.col < entry.cols) {
+  if (place.active) {
     if constexpr (kRow) {
       const std::int64_t row = place.row + place.lane % L::kOfBlock * L::kRowCodes;
       const ScalePlace from = row_scale_place(entry, row, place.col / kBlockElems);
@@ -485,7 +525,7 @@ __device__ __forceinline__ void cast_rows(const Entry& entry, const Place& place
   float row_factors[L::kRowCodes];
   float column_factors[L::kElems];
   Bf16Pair largest = 0;
-  for_each_row<Master, kWhole>(
+  for_each_row<Master, kReading>(
       entry, place,
       [&] {
 #pragma unroll
@@ -498,7 +538,8 @@ __device__ __forceinline__ void cast_rows(const Entry& entry, const Place& place
         to_pairs<Master>(vector, pairs);
 #pragma unroll
         for (int k = 0; k < L::kPairs; ++k) largest = larger(largest, magnitudes(pairs[k]));
-        const bool at_once = kWhole || (entry.vector_stores != 0 && owned.lo == 0 && owned.hi == L::kElems);
+        constexpr bool kAtOnce = kReading == Reading::kAligned;
+        const bool address_fits = entry.vector_stores != 0;
         const std::int64_t flat = place.flat + i * entry.cols;
         std::uint32_t words[L::kElems / 4];
         if constexpr (kRow) {
@@ -508,20 +549,20 @@ __device__ __forceinline__ void cast_rows(const Entry& entry, const Place& place
 #pragma unroll
           for (int k = 0; k < L::kElems / 4; ++k)
             words[k] = encode_row(pairs[2 * k], pairs[2 * k + 1], factor);
-          store_run(entry.row_out + flat, words, at_once, owned);
+          store_run<kAtOnce>(entry.row_out + flat, words, address_fits, owned);
         }
         if constexpr (kColumn) {
 #pragma unroll
           for (int k = 0; k < L::kElems / 4; ++k) {
             words[k] = encode_columns(pairs[2 * k], pairs[2 * k + 1], column_factors + 4 * k);
           }
-          store_run(entry.column_out + flat, words, at_once, owned);
+          store_run<kAtOnce>(entry.column_out + flat, words, address_fits, owned);
         }
       });
 
   const bool some = is_nonfinite(largest & 0xFFFFu) || is_nonfinite(largest >> 16);
   if (nonfinite != nullptr && __any_sync(0xFFFFFFFFu, some)) {
-    const std::int64_t end = place.col < entry.cols ? entry.end - place.flat : 0;
+    const std::int64_t end = place.active ? entry.end - place.flat : 0;
     count_nonfinite<Master>({entry.master + entry.master_shift + place.flat * sizeof(Master), entry.cols,
                              entry.begin - place.flat, end},
                             nonfinite);
@@ -533,9 +574,11 @@ __device__ __forceinline__ void cast_tile(const Entry& entry, int tile, const st
                                           std::int64_t* nonfinite) {
   const Place place = place_of<Master>(entry, tile);
   if (place.whole && entry.master_shift == 0 && entry.vector_stores != 0) {
-    cast_rows<Master, kRow, kColumn, true>(entry, place, packed, nonfinite);
+    cast_rows<Master, kRow, kColumn, Reading::kAligned>(entry, place, packed, nonfinite);
+  } else if (place.roomy) {
+    cast_rows<Master, kRow, kColumn, Reading::kShifted>(entry, place, packed, nonfinite);
   } else {
-    cast_rows<Master, kRow, kColumn, false>(entry, place, packed, nonfinite);
+    cast_rows<Master, kRow, kColumn, Reading::kEdge>(entry, place, packed, nonfinite);
   }
 }
 
