@@ -250,9 +250,9 @@ __device__ __forceinline__ uint4 shifted(uint4 low, uint4 high, std::uint32_t sh
   return bytes_from(low, high, sizeof(Master) == 4 ? shift & ~3u : shift);
 }
 
-/// Calls consume(i, vector, owned) for the lane's run of each row, i = 0 .. 7 of the warp; elements that are
-/// not owned are 0. The loads of a tile, or of half a tile where each run takes two, are issued before
-/// prepare() and the first use.
+/// Calls consume(group, i, vector, owned) for the lane's run of each row in order, row group + i of the warp;
+/// group is a multiple of 4, i known to the compiler, and elements that are not owned are 0. The loads of a
+/// tile, or of half a tile where each run takes two, are issued before prepare() and the first use.
 ///
 /// Why: rows are a multiple of 64 bytes apart, so masters that do not start at a multiple of 16 bytes are off
 /// by the same number of bytes everywhere. Then a lane loads the two aligned vectors that cover its run and
@@ -276,7 +276,7 @@ __device__ __forceinline__ void for_each_row(const Entry& entry, const Place& pl
       for (int i = 0; i < kWarpRows; ++i) rows[i] = place.active ? load_vector(address + i * pitch) : none;
       prepare();
 #pragma unroll
-      for (int i = 0; i < kWarpRows; ++i) consume(i, rows[i], owned);
+      for (int i = 0; i < kWarpRows; ++i) consume(0, i, rows[i], owned);
     } else {
 #pragma unroll
       for (int group = 0; group < kWarpRows; group += kGroupRows) {
@@ -291,13 +291,13 @@ __device__ __forceinline__ void for_each_row(const Entry& entry, const Place& pl
         if (group == 0) prepare();
 #pragma unroll
         for (int i = 0; i < kGroupRows; ++i) {
-          consume(group + i, shifted<Master>(low[i], high[i], shift), owned);
+          consume(group, i, shifted<Master>(low[i], high[i], shift), owned);
         }
       }
     }
   } else {
     prepare();
-#pragma unroll
+#pragma unroll 1
     for (int group = 0; group < kWarpRows; group += kGroupRows) {
       uint4 low[kGroupRows];
       uint4 high[kGroupRows];
@@ -320,7 +320,7 @@ __device__ __forceinline__ void for_each_row(const Entry& entry, const Place& pl
         if (!vector[i] && owned[i].lo < owned[i].hi) {
           run = load_owned<Master>(address + (group + i) * pitch + shift, owned[i]);
         }
-        consume(group + i, run, owned[i]);
+        consume(group, i, run, owned[i]);
       }
     }
   }
@@ -344,73 +344,95 @@ __device__ __forceinline__ void to_pairs(uint4 vector, Bf16Pair (&pairs)[Lanes<M
 /// Largest magnitudes of the columns of each warp, two columns a word.
 using ColumnMaxima = Bf16Pair[kWarps][kMaxTilePairs];
 
-template <class Master, bool kRow, bool kColumn, Reading kReading>
-__device__ __forceinline__ void amax_rows(const Entry& entry, const Place& place, std::uint8_t* packed,
-                                          ColumnMaxima& columns) {
+template <class Master, bool kRow, bool kColumn>
+struct AmaxOfTile {
   using L = Lanes<Master>;
-  Bf16Pair column[L::kPairs] = {};
-  Bf16Pair rows[kWarpRows / 2];
-  Bf16Pair even = 0;
-  for_each_row<Master, kReading>(
-      entry, place, [] {},
-      [&](int i, uint4 vector, Owned) {
-        Bf16Pair pairs[L::kPairs];
-        to_pairs<Master>(vector, pairs);
-        Bf16Pair row = 0;
-#pragma unroll
-        for (int k = 0; k < L::kPairs; ++k) {
-          const Bf16Pair magnitude = magnitudes(pairs[k]);
-          if (kColumn) column[k] = larger(column[k], magnitude);
-          row = k == 0 ? magnitude : larger(row, magnitude);
-        }
-        if (i % 2 == 0) {
-          even = row;
-        } else {
-          rows[i / 2] = fold(even, row);
-        }
-      });
+  const Entry& entry;
+  const Place& place;
+  std::uint8_t* packed;
+  ColumnMaxima& columns;
 
-  if constexpr (kRow) {
-    const std::uint32_t mine = largest_of_rows<L::kOfBlock>(rows, place.lane);
-    if (place.col < place.padded_cols) {
-      const std::int64_t row = place.row + place.lane % L::kOfBlock * L::kRowCodes;
-      const ScalePlace to = row_scale_place(entry, row, place.col / kBlockElems);
+  template <Reading kReading>
+  __device__ __forceinline__ void run() const {
+    Bf16Pair column[L::kPairs] = {};
+    Bf16Pair rows[kWarpRows / 2] = {};
+    Bf16Pair even = 0;
+    for_each_row<Master, kReading>(
+        entry, place, [] {},
+        [&](int, int i, uint4 vector, Owned) {
+          Bf16Pair pairs[L::kPairs];
+          to_pairs<Master>(vector, pairs);
+          Bf16Pair row = 0;
 #pragma unroll
-      for (int k = 0; k < L::kRowCodes; ++k) {
-        packed[to.offset + k * to.pitch] =
-            static_cast<std::uint8_t>(code_of(k == 0 ? mine & 0xFFFFu : mine >> 16));
-      }
+          for (int k = 0; k < L::kPairs; ++k) {
+            const Bf16Pair magnitude = magnitudes(pairs[k]);
+            if (kColumn) column[k] = larger(column[k], magnitude);
+            row = k == 0 ? magnitude : larger(row, magnitude);
+          }
+          if (i % 2 == 0) {
+            even = row;
+          } else {
+            // Moved up one place, so that no index depends on a loop.
+            rows[0] = rows[1];
+            rows[1] = rows[2];
+            rows[2] = rows[3];
+            rows[3] = fold(even, row);
+          }
+        });
+    if constexpr (kRow) store_rows(largest_of_rows<L::kOfBlock>(rows, place.lane));
+    if constexpr (kColumn) {
+#pragma unroll
+      for (int k = 0; k < L::kPairs; ++k) columns[place.warp][place.lane * L::kPairs + k] = column[k];
+      __syncthreads();
+      store_columns();
     }
   }
-  if constexpr (kColumn) {
+
+  __device__ __forceinline__ void store_rows(std::uint32_t mine) const {
+    if (place.col >= place.padded_cols) return;
+    const std::int64_t row = place.row + place.lane % L::kOfBlock * L::kRowCodes;
+    const ScalePlace to = row_scale_place(entry, row, place.col / kBlockElems);
 #pragma unroll
-    for (int k = 0; k < L::kPairs; ++k) columns[place.warp][place.lane * L::kPairs + k] = column[k];
+    for (int k = 0; k < L::kRowCodes; ++k) {
+      packed[to.offset + k * to.pitch] =
+          static_cast<std::uint8_t>(code_of(k == 0 ? mine & 0xFFFFu : mine >> 16));
+    }
   }
+
+  __device__ __forceinline__ void store_columns() const {
+    const int pair = static_cast<int>(threadIdx.x);
+    const std::int64_t col = place.tile_col + 2 * pair;
+    if (pair >= L::kTileCols / 2 || col >= place.padded_cols) return;
+    Bf16Pair largest = columns[0][pair];
+#pragma unroll
+    for (int w = 1; w < kWarps; ++w) largest = larger(largest, columns[w][pair]);
+    const ScalePlace to = column_scale_place(entry, place.band, col);
+    packed[to.offset] = static_cast<std::uint8_t>(code_of(largest & 0xFFFFu));
+    packed[to.offset + to.pitch] = static_cast<std::uint8_t>(code_of(largest >> 16));
+  }
+};
+
+/// A function of its own, which reads the entry again: the few tiles at the ends of a shard shall cost the
+/// others no registers.
+template <class Master, bool kRow, bool kColumn>
+__device__ __noinline__ void amax_edge_tile(const Entry* at, int tile, std::uint8_t* packed,
+                                            ColumnMaxima* columns) {
+  const Entry entry = *at;
+  const Place place = place_of<Master>(entry, tile);
+  AmaxOfTile<Master, kRow, kColumn>{entry, place, packed, *columns}.template run<Reading::kEdge>();
 }
 
 template <class Master, bool kRow, bool kColumn>
-__device__ __forceinline__ void amax_tile(const Entry& entry, int tile, std::uint8_t* packed,
+__device__ __forceinline__ void amax_tile(const Entry* at, const Entry& entry, int tile, std::uint8_t* packed,
                                           ColumnMaxima& columns) {
   const Place place = place_of<Master>(entry, tile);
+  const AmaxOfTile<Master, kRow, kColumn> work{entry, place, packed, columns};
   if (place.whole && entry.master_shift == 0) {
-    amax_rows<Master, kRow, kColumn, Reading::kAligned>(entry, place, packed, columns);
+    work.template run<Reading::kAligned>();
   } else if (place.roomy) {
-    amax_rows<Master, kRow, kColumn, Reading::kShifted>(entry, place, packed, columns);
+    work.template run<Reading::kShifted>();
   } else {
-    amax_rows<Master, kRow, kColumn, Reading::kEdge>(entry, place, packed, columns);
-  }
-  if constexpr (kColumn) {
-    __syncthreads();
-    const int pair = static_cast<int>(threadIdx.x);
-    const std::int64_t col = place.tile_col + 2 * pair;
-    if (pair < Lanes<Master>::kTileCols / 2 && col < place.padded_cols) {
-      Bf16Pair largest = columns[0][pair];
-#pragma unroll
-      for (int w = 1; w < kWarps; ++w) largest = larger(largest, columns[w][pair]);
-      const ScalePlace to = column_scale_place(entry, place.band, col);
-      packed[to.offset] = static_cast<std::uint8_t>(code_of(largest & 0xFFFFu));
-      packed[to.offset + to.pitch] = static_cast<std::uint8_t>(code_of(largest >> 16));
-    }
+    amax_edge_tile<Master, kRow, kColumn>(at, tile, packed, &columns);
   }
 }
 
@@ -434,24 +456,39 @@ __global__ __launch_bounds__(kThreads,
     clear_piece(args.packed + piece.offset, piece.bytes);
     return;
   }
-  const Entry entry = args.table.entry[entry_of_tile(args.table, item, threadIdx.x % 32)];
+  const Entry* at = args.table.entry + entry_of_tile(args.table, item, threadIdx.x % 32);
+  const Entry entry = *at;
   switch (entry.kind) {
     case kRowFp32:
-      return amax_tile<float, true, false>(entry, item, args.packed, columns);
+      return amax_tile<float, true, false>(at, entry, item, args.packed, columns);
     case kColumnFp32:
-      return amax_tile<float, false, true>(entry, item, args.packed, columns);
+      return amax_tile<float, false, true>(at, entry, item, args.packed, columns);
     case kBothFp32:
-      return amax_tile<float, true, true>(entry, item, args.packed, columns);
+      return amax_tile<float, true, true>(at, entry, item, args.packed, columns);
     case kRowBf16:
-      return amax_tile<Bf16, true, false>(entry, item, args.packed, columns);
+      return amax_tile<Bf16, true, false>(at, entry, item, args.packed, columns);
     case kColumnBf16:
-      return amax_tile<Bf16, false, true>(entry, item, args.packed, columns);
+      return amax_tile<Bf16, false, true>(at, entry, item, args.packed, columns);
     case kBothBf16:
-      return amax_tile<Bf16, true, true>(entry, item, args.packed, columns);
+      return amax_tile<Bf16, true, true>(at, entry, item, args.packed, columns);
   }
 }
 
 // Device: partial casts.
+
+// Stores to global memory: from an address alone the compiler would make generic ones. No kernel reads what
+// it stores here, so the order of these stores and of loads is free.
+
+__device__ __forceinline__ void store_global(std::uintptr_t address, std::uint32_t word) {
+  asm volatile("st.global.u32 [%0], %1;" ::"l"(address), "r"(word));
+}
+__device__ __forceinline__ void store_global(std::uintptr_t address, std::uint32_t first,
+                                             std::uint32_t second) {
+  asm volatile("st.global.v2.u32 [%0], {%1, %2};" ::"l"(address), "r"(first), "r"(second));
+}
+__device__ __forceinline__ void store_global_byte(std::uintptr_t address, std::uint32_t byte) {
+  asm volatile("st.global.u8 [%0], %1;" ::"l"(address), "r"(byte));
+}
 
 /// Stores a lane's bytes of one row: at once where all are owned and the address allows it.
 template <bool kAtOnce, int kWords>
@@ -459,16 +496,15 @@ __device__ __forceinline__ void store_run(std::uintptr_t address, const std::uin
                                           bool address_fits, Owned owned) {
   if (owned.lo == 0 && owned.hi == 4 * kWords && (kAtOnce || address_fits)) {
     if constexpr (kWords == 1) {
-      __stwb(reinterpret_cast<std::uint32_t*>(address), words[0]);
+      store_global(address, words[0]);
     } else {
-      __stwb(reinterpret_cast<uint2*>(address), make_uint2(words[0], words[1]));
+      store_global(address, words[0], words[1]);
     }
   } else if constexpr (!kAtOnce) {
 #pragma unroll 1
     for (int j = owned.lo; j < owned.hi; ++j) {
       const std::uint32_t word = j < 4 ? words[0] : words[kWords - 1];
-      __stwb(reinterpret_cast<unsigned char*>(address + j),
-             static_cast<unsigned char>(word >> (8 * (j % 4))));
+      store_global_byte(address + j, word >> (8 * (j % 4)));
     }
   }
 }
@@ -533,18 +569,18 @@ __device__ __forceinline__ void cast_rows(const Entry& entry, const Place& place
 #pragma unroll
         for (int k = 0; k < L::kElems; ++k) column_factors[k] = e8m0_reciprocal(column_codes[k]);
       },
-      [&](int i, uint4 vector, Owned owned) {
+      [&](int group, int i, uint4 vector, Owned owned) {
         Bf16Pair pairs[L::kPairs];
         to_pairs<Master>(vector, pairs);
 #pragma unroll
         for (int k = 0; k < L::kPairs; ++k) largest = larger(largest, magnitudes(pairs[k]));
         constexpr bool kAtOnce = kReading == Reading::kAligned;
         const bool address_fits = entry.vector_stores != 0;
-        const std::int64_t flat = place.flat + i * entry.cols;
+        const std::int64_t flat = place.flat + (group + i) * entry.cols;
         std::uint32_t words[L::kElems / 4];
         if constexpr (kRow) {
           // The lane of this block that has the code of row i.
-          const unsigned source = place.lane / L::kOfBlock * L::kOfBlock + i / L::kRowCodes;
+          const unsigned source = place.lane / L::kOfBlock * L::kOfBlock + (group + i) / L::kRowCodes;
           const float factor = __shfl_sync(0xFFFFFFFFu, row_factors[i % L::kRowCodes], source);
 #pragma unroll
           for (int k = 0; k < L::kElems / 4; ++k)
@@ -570,15 +606,23 @@ __device__ __forceinline__ void cast_rows(const Entry& entry, const Place& place
 }
 
 template <class Master, bool kRow, bool kColumn>
-__device__ __forceinline__ void cast_tile(const Entry& entry, int tile, const std::uint8_t* packed,
-                                          std::int64_t* nonfinite) {
+__device__ __noinline__ void cast_edge_tile(const Entry* at, int tile, const std::uint8_t* packed,
+                                            std::int64_t* nonfinite) {
+  const Entry entry = *at;
+  const Place place = place_of<Master>(entry, tile);
+  cast_rows<Master, kRow, kColumn, Reading::kEdge>(entry, place, packed, nonfinite);
+}
+
+template <class Master, bool kRow, bool kColumn>
+__device__ __forceinline__ void cast_tile(const Entry* at, const Entry& entry, int tile,
+                                          const std::uint8_t* packed, std::int64_t* nonfinite) {
   const Place place = place_of<Master>(entry, tile);
   if (place.whole && entry.master_shift == 0 && entry.vector_stores != 0) {
     cast_rows<Master, kRow, kColumn, Reading::kAligned>(entry, place, packed, nonfinite);
   } else if (place.roomy) {
     cast_rows<Master, kRow, kColumn, Reading::kShifted>(entry, place, packed, nonfinite);
   } else {
-    cast_rows<Master, kRow, kColumn, Reading::kEdge>(entry, place, packed, nonfinite);
+    cast_edge_tile<Master, kRow, kColumn>(at, tile, packed, nonfinite);
   }
 }
 
@@ -605,20 +649,21 @@ __global__ __launch_bounds__(kThreads,
     copy_piece(args.packed + piece.offset, piece.to, piece.bytes);
     return;
   }
-  const Entry entry = args.table.entry[entry_of_tile(args.table, item, threadIdx.x % 32)];
+  const Entry* at = args.table.entry + entry_of_tile(args.table, item, threadIdx.x % 32);
+  const Entry entry = *at;
   switch (entry.kind) {
     case kRowFp32:
-      return cast_tile<float, true, false>(entry, item, args.packed, args.nonfinite);
+      return cast_tile<float, true, false>(at, entry, item, args.packed, args.nonfinite);
     case kColumnFp32:
-      return cast_tile<float, false, true>(entry, item, args.packed, args.nonfinite);
+      return cast_tile<float, false, true>(at, entry, item, args.packed, args.nonfinite);
     case kBothFp32:
-      return cast_tile<float, true, true>(entry, item, args.packed, args.nonfinite);
+      return cast_tile<float, true, true>(at, entry, item, args.packed, args.nonfinite);
     case kRowBf16:
-      return cast_tile<Bf16, true, false>(entry, item, args.packed, args.nonfinite);
+      return cast_tile<Bf16, true, false>(at, entry, item, args.packed, args.nonfinite);
     case kColumnBf16:
-      return cast_tile<Bf16, false, true>(entry, item, args.packed, args.nonfinite);
+      return cast_tile<Bf16, false, true>(at, entry, item, args.packed, args.nonfinite);
     case kBothBf16:
-      return cast_tile<Bf16, true, true>(entry, item, args.packed, args.nonfinite);
+      return cast_tile<Bf16, true, true>(at, entry, item, args.packed, args.nonfinite);
   }
 }
 
