@@ -34,8 +34,9 @@ struct Mxfp8Shard {
 /// weights.
 std::int64_t packed_scale_bytes(std::span<const Mxfp8Shard> batch);
 
-/// A batch that is checked and laid out once, for any number of calls. Movable; what the shards point to is
-/// borrowed, the names are only read here.
+/// A batch that is checked and laid out once, for any number of calls. Movable; goes only after the work that
+/// it has enqueued. What the shards point to is borrowed; the list and the names are read by the constructor
+/// alone.
 class Mxfp8Batch {
  public:
   /// What a device implements.

@@ -26,7 +26,7 @@ static_assert(kWarps * kWarpRows == kBlockElems);
 constexpr int kVectorBytes = 16;
 /// Blocks of threads that a multiprocessor must have room for: 64 registers a thread, and more bytes in
 /// flight than the memory needs to be busy.
-constexpr int kAmaxBlocks = 7;
+constexpr int kAmaxBlocks = 8;
 constexpr int kCastBlocks = 6;
 /// Bytes of a scale array that one block of threads clears or copies.
 constexpr std::int64_t kPieceBytes = 16 << 10;
@@ -138,7 +138,9 @@ struct Place {
   std::int64_t col;
   std::int64_t flat;  // element (row, col)
   std::int64_t padded_cols;
-  bool whole;  // all of the tile is inside the matrix and owned
+  bool active;  // the columns are inside the matrix
+  bool whole;   // all of the tile that is inside the matrix is owned
+  bool roomy;   // and so are the runs before its first element and after its last one
 };
 
 template <class Master>
@@ -155,9 +157,12 @@ __device__ __forceinline__ Place place_of(const Entry& entry, int tile) {
   place.col = place.tile_col + place.lane * Lanes<Master>::kElems;
   place.flat = place.row * entry.cols + place.col;
   place.padded_cols = round_up(entry.cols, 128);
+  place.active = place.col < entry.cols;
   const std::int64_t first = place.band * kBlockElems * entry.cols + place.tile_col;
-  const std::int64_t last = first + (kBlockElems - 1) * entry.cols + kTileCols - 1;
-  place.whole = place.tile_col + kTileCols <= entry.cols && first >= entry.begin && last < entry.end;
+  const std::int64_t cols_inside = min(std::int64_t{kTileCols}, entry.cols - place.tile_col);
+  const std::int64_t end = first + (kBlockElems - 1) * entry.cols + cols_inside;
+  place.whole = first >= entry.begin && end <= entry.end;
+  place.roomy = first - Lanes<Master>::kElems >= entry.begin && end + Lanes<Master>::kElems <= entry.end;
   return place;
 }
 
@@ -172,7 +177,7 @@ __device__ __forceinline__ Owned owned_part(const Entry& entry, const Place& pla
   constexpr std::int64_t kElems = Lanes<Master>::kElems;
   const std::int64_t lo = min(max(entry.begin - flat, std::int64_t{0}), kElems);
   const std::int64_t hi = min(max(entry.end - flat, std::int64_t{0}), kElems);
-  return {static_cast<short>(lo), static_cast<short>(place.col < entry.cols ? hi : 0)};
+  return {static_cast<short>(lo), static_cast<short>(place.active ? hi : 0)};
 }
 
 /// A place in a scale array, and how far it is to the scale of the next row (of a row block) or column (of a
@@ -232,33 +237,67 @@ __device__ __forceinline__ uint4 load_owned(std::uintptr_t address, Owned owned)
   return vector;
 }
 
-/// Calls consume(i, vector, owned) for the lane's run of each row, i = 0 .. 7 of the warp; elements that are
-/// not owned are 0. All loads of a group of rows are issued before prepare() and the first use. A tile that
-/// is `kWhole` has only owned elements and aligned masters.
+/// How the masters of a tile are read.
+enum class Reading {
+  kAligned,  // whole tile, masters at multiples of 16 bytes
+  kShifted,  // roomy tile, masters at any multiple of their size
+  kEdge,     // anything else
+};
+
+/// The 16 bytes that begin `shift` bytes after the start of `low`, a multiple of the size of a master.
+template <class Master>
+__device__ __forceinline__ uint4 shifted(uint4 low, uint4 high, std::uint32_t shift) {
+  return bytes_from(low, high, sizeof(Master) == 4 ? shift & ~3u : shift);
+}
+
+/// Calls consume(group, i, vector, owned) for the lane's run of each row in order, row group + i of the warp;
+/// group is a multiple of 4, i known to the compiler, and elements that are not owned are 0. The loads of a
+/// tile, or of half a tile where each run takes two, are issued before prepare() and the first use.
 ///
 /// Why: rows are a multiple of 64 bytes apart, so masters that do not start at a multiple of 16 bytes are off
 /// by the same number of bytes everywhere. Then a lane loads the two aligned vectors that cover its run and
 /// shifts its 16 bytes out of them. The second vector is the neighbour's first: it costs no memory traffic,
 /// only a second look into the first-level cache, which at full speed is busy for a quarter of the time. Only
 /// where those vectors reach outside of the shard are elements loaded one by one.
-template <class Master, bool kWhole, class Prepare, class Consume>
+template <class Master, Reading kReading, class Prepare, class Consume>
 __device__ __forceinline__ void for_each_row(const Entry& entry, const Place& place, const Prepare& prepare,
                                              const Consume& consume) {
   constexpr int kElems = Lanes<Master>::kElems;
+  constexpr int kGroupRows = kWarpRows / 2;
   const std::uintptr_t address = entry.master + place.flat * sizeof(Master);
   const std::uintptr_t pitch = entry.cols * sizeof(Master);
-  if constexpr (kWhole) {
-    uint4 rows[kWarpRows];
+  const std::uint32_t shift = entry.master_shift;
+  const uint4 none = make_uint4(0, 0, 0, 0);
+  if constexpr (kReading != Reading::kEdge) {
+    const Owned owned{0, static_cast<short>(place.active ? kElems : 0)};
+    if constexpr (kReading == Reading::kAligned) {
+      uint4 rows[kWarpRows];
 #pragma unroll
-    for (int i = 0; i < kWarpRows; ++i) rows[i] = load_vector(address + i * pitch);
-    prepare();
+      for (int i = 0; i < kWarpRows; ++i) rows[i] = place.active ? load_vector(address + i * pitch) : none;
+      prepare();
 #pragma unroll
-    for (int i = 0; i < kWarpRows; ++i) consume(i, rows[i], Owned{0, kElems});
+      for (int i = 0; i < kWarpRows; ++i) consume(0, i, rows[i], owned);
+    } else {
+#pragma unroll
+      for (int group = 0; group < kWarpRows; group += kGroupRows) {
+        uint4 low[kGroupRows];
+        uint4 high[kGroupRows];
+#pragma unroll
+        for (int i = 0; i < kGroupRows; ++i) {
+          const std::uintptr_t from = address + (group + i) * pitch;
+          low[i] = place.active ? load_vector(from) : none;
+          high[i] = place.active ? load_vector(from + kVectorBytes) : none;
+        }
+        if (group == 0) prepare();
+#pragma unroll
+        for (int i = 0; i < kGroupRows; ++i) {
+          consume(group, i, shifted<Master>(low[i], high[i], shift), owned);
+        }
+      }
+    }
   } else {
-    constexpr int kGroupRows = kWarpRows / 2;
-    const std::uint32_t shift = entry.master_shift;
     prepare();
-#pragma unroll
+#pragma unroll 1
     for (int group = 0; group < kWarpRows; group += kGroupRows) {
       uint4 low[kGroupRows];
       uint4 high[kGroupRows];
@@ -267,23 +306,21 @@ __device__ __forceinline__ void for_each_row(const Entry& entry, const Place& pl
 #pragma unroll
       for (int i = 0; i < kGroupRows; ++i) {
         const std::int64_t flat = place.flat + (group + i) * entry.cols;
+        const std::uintptr_t from = address + (group + i) * pitch;
         owned[i] = owned_part<Master>(entry, place, flat);
-        vector[i] = owned[i].lo == 0 && owned[i].hi == kElems &&
-                    (shift == 0 || (flat - kElems >= entry.begin && flat + 2 * kElems <= entry.end));
-        low[i] = make_uint4(0, 0, 0, 0);
-        high[i] = make_uint4(0, 0, 0, 0);
-        if (vector[i]) {
-          low[i] = load_vector(address + (group + i) * pitch);
-          if (shift != 0) high[i] = load_vector(address + (group + i) * pitch + kVectorBytes);
-        }
+        const bool all = owned[i].lo == 0 && owned[i].hi == kElems;
+        const bool room = flat - kElems >= entry.begin && flat + 2 * kElems <= entry.end;
+        vector[i] = all && (room || shift == 0);
+        low[i] = vector[i] ? load_vector(from) : none;
+        high[i] = vector[i] && shift != 0 ? load_vector(from + kVectorBytes) : none;
       }
 #pragma unroll
       for (int i = 0; i < kGroupRows; ++i) {
-        uint4 run = bytes_from(low[i], high[i], shift);
+        uint4 run = shifted<Master>(low[i], high[i], shift);
         if (!vector[i] && owned[i].lo < owned[i].hi) {
           run = load_owned<Master>(address + (group + i) * pitch + shift, owned[i]);
         }
-        consume(group + i, run, owned[i]);
+        consume(group, i, run, owned[i]);
       }
     }
   }
@@ -307,71 +344,95 @@ __device__ __forceinline__ void to_pairs(uint4 vector, Bf16Pair (&pairs)[Lanes<M
 /// Largest magnitudes of the columns of each warp, two columns a word.
 using ColumnMaxima = Bf16Pair[kWarps][kMaxTilePairs];
 
-template <class Master, bool kRow, bool kColumn, bool kWhole>
-__device__ __forceinline__ void amax_rows(const Entry& entry, const Place& place, std::uint8_t* packed,
-                                          ColumnMaxima& columns) {
+template <class Master, bool kRow, bool kColumn>
+struct AmaxOfTile {
   using L = Lanes<Master>;
-  Bf16Pair column[L::kPairs] = {};
-  Bf16Pair rows[kWarpRows / 2];
-  Bf16Pair even = 0;
-  for_each_row<Master, kWhole>(
-      entry, place, [] {},
-      [&](int i, uint4 vector, Owned) {
-        Bf16Pair pairs[L::kPairs];
-        to_pairs<Master>(vector, pairs);
-        Bf16Pair row = 0;
-#pragma unroll
-        for (int k = 0; k < L::kPairs; ++k) {
-          const Bf16Pair magnitude = magnitudes(pairs[k]);
-          if (kColumn) column[k] = larger(column[k], magnitude);
-          row = k == 0 ? magnitude : larger(row, magnitude);
-        }
-        if (i % 2 == 0) {
-          even = row;
-        } else {
-          rows[i / 2] = fold(even, row);
-        }
-      });
+  const Entry& entry;
+  const Place& place;
+  std::uint8_t* packed;
+  ColumnMaxima& columns;
 
-  if constexpr (kRow) {
-    const std::uint32_t mine = largest_of_rows<L::kOfBlock>(rows, place.lane);
-    if (place.col < place.padded_cols) {
-      const std::int64_t row = place.row + place.lane % L::kOfBlock * L::kRowCodes;
-      const ScalePlace to = row_scale_place(entry, row, place.col / kBlockElems);
+  template <Reading kReading>
+  __device__ __forceinline__ void run() const {
+    Bf16Pair column[L::kPairs] = {};
+    Bf16Pair rows[kWarpRows / 2] = {};
+    Bf16Pair even = 0;
+    for_each_row<Master, kReading>(
+        entry, place, [] {},
+        [&](int, int i, uint4 vector, Owned) {
+          Bf16Pair pairs[L::kPairs];
+          to_pairs<Master>(vector, pairs);
+          Bf16Pair row = 0;
 #pragma unroll
-      for (int k = 0; k < L::kRowCodes; ++k) {
-        packed[to.offset + k * to.pitch] =
-            static_cast<std::uint8_t>(code_of(k == 0 ? mine & 0xFFFFu : mine >> 16));
-      }
+          for (int k = 0; k < L::kPairs; ++k) {
+            const Bf16Pair magnitude = magnitudes(pairs[k]);
+            if (kColumn) column[k] = larger(column[k], magnitude);
+            row = k == 0 ? magnitude : larger(row, magnitude);
+          }
+          if (i % 2 == 0) {
+            even = row;
+          } else {
+            // Moved up one place, so that no index depends on a loop.
+            rows[0] = rows[1];
+            rows[1] = rows[2];
+            rows[2] = rows[3];
+            rows[3] = fold(even, row);
+          }
+        });
+    if constexpr (kRow) store_rows(largest_of_rows<L::kOfBlock>(rows, place.lane));
+    if constexpr (kColumn) {
+#pragma unroll
+      for (int k = 0; k < L::kPairs; ++k) columns[place.warp][place.lane * L::kPairs + k] = column[k];
+      __syncthreads();
+      store_columns();
     }
   }
-  if constexpr (kColumn) {
+
+  __device__ __forceinline__ void store_rows(std::uint32_t mine) const {
+    if (place.col >= place.padded_cols) return;
+    const std::int64_t row = place.row + place.lane % L::kOfBlock * L::kRowCodes;
+    const ScalePlace to = row_scale_place(entry, row, place.col / kBlockElems);
 #pragma unroll
-    for (int k = 0; k < L::kPairs; ++k) columns[place.warp][place.lane * L::kPairs + k] = column[k];
+    for (int k = 0; k < L::kRowCodes; ++k) {
+      packed[to.offset + k * to.pitch] =
+          static_cast<std::uint8_t>(code_of(k == 0 ? mine & 0xFFFFu : mine >> 16));
+    }
   }
+
+  __device__ __forceinline__ void store_columns() const {
+    const int pair = static_cast<int>(threadIdx.x);
+    const std::int64_t col = place.tile_col + 2 * pair;
+    if (pair >= L::kTileCols / 2 || col >= place.padded_cols) return;
+    Bf16Pair largest = columns[0][pair];
+#pragma unroll
+    for (int w = 1; w < kWarps; ++w) largest = larger(largest, columns[w][pair]);
+    const ScalePlace to = column_scale_place(entry, place.band, col);
+    packed[to.offset] = static_cast<std::uint8_t>(code_of(largest & 0xFFFFu));
+    packed[to.offset + to.pitch] = static_cast<std::uint8_t>(code_of(largest >> 16));
+  }
+};
+
+/// A function of its own, which reads the entry again: the few tiles at the ends of a shard shall cost the
+/// others no registers.
+template <class Master, bool kRow, bool kColumn>
+__device__ __noinline__ void amax_edge_tile(const Entry* at, int tile, std::uint8_t* packed,
+                                            ColumnMaxima* columns) {
+  const Entry entry = *at;
+  const Place place = place_of<Master>(entry, tile);
+  AmaxOfTile<Master, kRow, kColumn>{entry, place, packed, *columns}.template run<Reading::kEdge>();
 }
 
 template <class Master, bool kRow, bool kColumn>
-__device__ __forceinline__ void amax_tile(const Entry& entry, int tile, std::uint8_t* packed,
+__device__ __forceinline__ void amax_tile(const Entry* at, const Entry& entry, int tile, std::uint8_t* packed,
                                           ColumnMaxima& columns) {
   const Place place = place_of<Master>(entry, tile);
+  const AmaxOfTile<Master, kRow, kColumn> work{entry, place, packed, columns};
   if (place.whole && entry.master_shift == 0) {
-    amax_rows<Master, kRow, kColumn, true>(entry, place, packed, columns);
+    work.template run<Reading::kAligned>();
+  } else if (place.roomy) {
+    work.template run<Reading::kShifted>();
   } else {
-    amax_rows<Master, kRow, kColumn, false>(entry, place, packed, columns);
-  }
-  if constexpr (kColumn) {
-    __syncthreads();
-    const int pair = static_cast<int>(threadIdx.x);
-    const std::int64_t col = place.tile_col + 2 * pair;
-    if (pair < Lanes<Master>::kTileCols / 2 && col < place.padded_cols) {
-      Bf16Pair largest = columns[0][pair];
-#pragma unroll
-      for (int w = 1; w < kWarps; ++w) largest = larger(largest, columns[w][pair]);
-      const ScalePlace to = column_scale_place(entry, place.band, col);
-      packed[to.offset] = static_cast<std::uint8_t>(code_of(largest & 0xFFFFu));
-      packed[to.offset + to.pitch] = static_cast<std::uint8_t>(code_of(largest >> 16));
-    }
+    amax_edge_tile<Master, kRow, kColumn>(at, tile, packed, &columns);
   }
 }
 
@@ -395,41 +456,56 @@ __global__ __launch_bounds__(kThreads,
     clear_piece(args.packed + piece.offset, piece.bytes);
     return;
   }
-  const Entry entry = args.table.entry[entry_of_tile(args.table, item, threadIdx.x % 32)];
+  const Entry* at = args.table.entry + entry_of_tile(args.table, item, threadIdx.x % 32);
+  const Entry entry = *at;
   switch (entry.kind) {
     case kRowFp32:
-      return amax_tile<float, true, false>(entry, item, args.packed, columns);
+      return amax_tile<float, true, false>(at, entry, item, args.packed, columns);
     case kColumnFp32:
-      return amax_tile<float, false, true>(entry, item, args.packed, columns);
+      return amax_tile<float, false, true>(at, entry, item, args.packed, columns);
     case kBothFp32:
-      return amax_tile<float, true, true>(entry, item, args.packed, columns);
+      return amax_tile<float, true, true>(at, entry, item, args.packed, columns);
     case kRowBf16:
-      return amax_tile<Bf16, true, false>(entry, item, args.packed, columns);
+      return amax_tile<Bf16, true, false>(at, entry, item, args.packed, columns);
     case kColumnBf16:
-      return amax_tile<Bf16, false, true>(entry, item, args.packed, columns);
+      return amax_tile<Bf16, false, true>(at, entry, item, args.packed, columns);
     case kBothBf16:
-      return amax_tile<Bf16, true, true>(entry, item, args.packed, columns);
+      return amax_tile<Bf16, true, true>(at, entry, item, args.packed, columns);
   }
 }
 
 // Device: partial casts.
 
-/// Stores a lane's bytes of one row; at once where all are owned and the address allows it.
-template <int kWords>
+// Stores to global memory: from an address alone the compiler would make generic ones. No kernel reads what
+// it stores here, so the order of these stores and of loads is free.
+
+__device__ __forceinline__ void store_global(std::uintptr_t address, std::uint32_t word) {
+  asm volatile("st.global.u32 [%0], %1;" ::"l"(address), "r"(word));
+}
+__device__ __forceinline__ void store_global(std::uintptr_t address, std::uint32_t first,
+                                             std::uint32_t second) {
+  asm volatile("st.global.v2.u32 [%0], {%1, %2};" ::"l"(address), "r"(first), "r"(second));
+}
+__device__ __forceinline__ void store_global_byte(std::uintptr_t address, std::uint32_t byte) {
+  asm volatile("st.global.u8 [%0], %1;" ::"l"(address), "r"(byte));
+}
+
+/// Stores a lane's bytes of one row: at once where all are owned and the address allows it.
+template <bool kAtOnce, int kWords>
 __device__ __forceinline__ void store_run(std::uintptr_t address, const std::uint32_t (&words)[kWords],
-                                          bool at_once, Owned owned) {
-  if (at_once) {
+                                          bool address_fits, Owned owned) {
+  if (owned.lo == 0 && owned.hi == 4 * kWords && (kAtOnce || address_fits)) {
     if constexpr (kWords == 1) {
-      *reinterpret_cast<std::uint32_t*>(address) = words[0];
+      store_global(address, words[0]);
     } else {
-      *reinterpret_cast<uint2*>(address) = make_uint2(words[0], words[1]);
+      store_global(address, words[0], words[1]);
     }
-    return;
-  }
+  } else if constexpr (!kAtOnce) {
 #pragma unroll 1
-  for (int j = owned.lo; j < owned.hi; ++j) {
-    const std::uint32_t word = j < 4 ? words[0] : words[kWords - 1];
-    *reinterpret_cast<std::uint8_t*>(address + j) = static_cast<std::uint8_t>(word >> (8 * (j % 4)));
+    for (int j = owned.lo; j < owned.hi; ++j) {
+      const std::uint32_t word = j < 4 ? words[0] : words[kWords - 1];
+      store_global_byte(address + j, word >> (8 * (j % 4)));
+    }
   }
 }
 
@@ -462,13 +538,13 @@ __device__ __noinline__ void count_nonfinite(Runs runs, std::int64_t* counter) {
   }
 }
 
-template <class Master, bool kRow, bool kColumn, bool kWhole>
+template <class Master, bool kRow, bool kColumn, Reading kReading>
 __device__ __forceinline__ void cast_rows(const Entry& entry, const Place& place, const std::uint8_t* packed,
                                           std::int64_t* nonfinite) {
   using L = Lanes<Master>;
   std::uint32_t row_codes[L::kRowCodes] = {};
   std::uint32_t column_codes[L::kElems] = {};
-  if (place.col < entry.cols) {
+  if (place.active) {
     if constexpr (kRow) {
       const std::int64_t row = place.row + place.lane % L::kOfBlock * L::kRowCodes;
       const ScalePlace from = row_scale_place(entry, row, place.col / kBlockElems);
@@ -485,7 +561,7 @@ __device__ __forceinline__ void cast_rows(const Entry& entry, const Place& place
   float row_factors[L::kRowCodes];
   float column_factors[L::kElems];
   Bf16Pair largest = 0;
-  for_each_row<Master, kWhole>(
+  for_each_row<Master, kReading>(
       entry, place,
       [&] {
 #pragma unroll
@@ -493,35 +569,36 @@ __device__ __forceinline__ void cast_rows(const Entry& entry, const Place& place
 #pragma unroll
         for (int k = 0; k < L::kElems; ++k) column_factors[k] = e8m0_reciprocal(column_codes[k]);
       },
-      [&](int i, uint4 vector, Owned owned) {
+      [&](int group, int i, uint4 vector, Owned owned) {
         Bf16Pair pairs[L::kPairs];
         to_pairs<Master>(vector, pairs);
 #pragma unroll
         for (int k = 0; k < L::kPairs; ++k) largest = larger(largest, magnitudes(pairs[k]));
-        const bool at_once = kWhole || (entry.vector_stores != 0 && owned.lo == 0 && owned.hi == L::kElems);
-        const std::int64_t flat = place.flat + i * entry.cols;
+        constexpr bool kAtOnce = kReading == Reading::kAligned;
+        const bool address_fits = entry.vector_stores != 0;
+        const std::int64_t flat = place.flat + (group + i) * entry.cols;
         std::uint32_t words[L::kElems / 4];
         if constexpr (kRow) {
           // The lane of this block that has the code of row i.
-          const unsigned source = place.lane / L::kOfBlock * L::kOfBlock + i / L::kRowCodes;
+          const unsigned source = place.lane / L::kOfBlock * L::kOfBlock + (group + i) / L::kRowCodes;
           const float factor = __shfl_sync(0xFFFFFFFFu, row_factors[i % L::kRowCodes], source);
 #pragma unroll
           for (int k = 0; k < L::kElems / 4; ++k)
             words[k] = encode_row(pairs[2 * k], pairs[2 * k + 1], factor);
-          store_run(entry.row_out + flat, words, at_once, owned);
+          store_run<kAtOnce>(entry.row_out + flat, words, address_fits, owned);
         }
         if constexpr (kColumn) {
 #pragma unroll
           for (int k = 0; k < L::kElems / 4; ++k) {
             words[k] = encode_columns(pairs[2 * k], pairs[2 * k + 1], column_factors + 4 * k);
           }
-          store_run(entry.column_out + flat, words, at_once, owned);
+          store_run<kAtOnce>(entry.column_out + flat, words, address_fits, owned);
         }
       });
 
   const bool some = is_nonfinite(largest & 0xFFFFu) || is_nonfinite(largest >> 16);
   if (nonfinite != nullptr && __any_sync(0xFFFFFFFFu, some)) {
-    const std::int64_t end = place.col < entry.cols ? entry.end - place.flat : 0;
+    const std::int64_t end = place.active ? entry.end - place.flat : 0;
     count_nonfinite<Master>({entry.master + entry.master_shift + place.flat * sizeof(Master), entry.cols,
                              entry.begin - place.flat, end},
                             nonfinite);
@@ -529,13 +606,23 @@ __device__ __forceinline__ void cast_rows(const Entry& entry, const Place& place
 }
 
 template <class Master, bool kRow, bool kColumn>
-__device__ __forceinline__ void cast_tile(const Entry& entry, int tile, const std::uint8_t* packed,
-                                          std::int64_t* nonfinite) {
+__device__ __noinline__ void cast_edge_tile(const Entry* at, int tile, const std::uint8_t* packed,
+                                            std::int64_t* nonfinite) {
+  const Entry entry = *at;
+  const Place place = place_of<Master>(entry, tile);
+  cast_rows<Master, kRow, kColumn, Reading::kEdge>(entry, place, packed, nonfinite);
+}
+
+template <class Master, bool kRow, bool kColumn>
+__device__ __forceinline__ void cast_tile(const Entry* at, const Entry& entry, int tile,
+                                          const std::uint8_t* packed, std::int64_t* nonfinite) {
   const Place place = place_of<Master>(entry, tile);
   if (place.whole && entry.master_shift == 0 && entry.vector_stores != 0) {
-    cast_rows<Master, kRow, kColumn, true>(entry, place, packed, nonfinite);
+    cast_rows<Master, kRow, kColumn, Reading::kAligned>(entry, place, packed, nonfinite);
+  } else if (place.roomy) {
+    cast_rows<Master, kRow, kColumn, Reading::kShifted>(entry, place, packed, nonfinite);
   } else {
-    cast_rows<Master, kRow, kColumn, false>(entry, place, packed, nonfinite);
+    cast_edge_tile<Master, kRow, kColumn>(at, tile, packed, nonfinite);
   }
 }
 
@@ -562,20 +649,21 @@ __global__ __launch_bounds__(kThreads,
     copy_piece(args.packed + piece.offset, piece.to, piece.bytes);
     return;
   }
-  const Entry entry = args.table.entry[entry_of_tile(args.table, item, threadIdx.x % 32)];
+  const Entry* at = args.table.entry + entry_of_tile(args.table, item, threadIdx.x % 32);
+  const Entry entry = *at;
   switch (entry.kind) {
     case kRowFp32:
-      return cast_tile<float, true, false>(entry, item, args.packed, args.nonfinite);
+      return cast_tile<float, true, false>(at, entry, item, args.packed, args.nonfinite);
     case kColumnFp32:
-      return cast_tile<float, false, true>(entry, item, args.packed, args.nonfinite);
+      return cast_tile<float, false, true>(at, entry, item, args.packed, args.nonfinite);
     case kBothFp32:
-      return cast_tile<float, true, true>(entry, item, args.packed, args.nonfinite);
+      return cast_tile<float, true, true>(at, entry, item, args.packed, args.nonfinite);
     case kRowBf16:
-      return cast_tile<Bf16, true, false>(entry, item, args.packed, args.nonfinite);
+      return cast_tile<Bf16, true, false>(at, entry, item, args.packed, args.nonfinite);
     case kColumnBf16:
-      return cast_tile<Bf16, false, true>(entry, item, args.packed, args.nonfinite);
+      return cast_tile<Bf16, false, true>(at, entry, item, args.packed, args.nonfinite);
     case kBothBf16:
-      return cast_tile<Bf16, true, true>(entry, item, args.packed, args.nonfinite);
+      return cast_tile<Bf16, true, true>(at, entry, item, args.packed, args.nonfinite);
   }
 }
 

@@ -1,7 +1,9 @@
-// Speed of the batch writeback on the host, against a copy measured in the same run.
+// Speed of the batch writeback, against a copy measured in the same run.
 //
 //   writeback_bench [--rows 4096] [--cols 4096] [--repeats 15] [--json FILE]
+//   writeback_bench --device cuda [--repeats 9] [--verify 1|0] [--max-elems N] [--json FILE]
 //
+// On the host:
 // One line per phase, storage, master type, part of the matrix and number of threads:
 //   bytes   what the phase must move: the owned masters, the owned plane bytes it writes, and the scales
 //           (amax: packed ones written; cast: packed ones read, scale arrays written)
@@ -12,11 +14,15 @@
 #include <exception>
 #include <iostream>
 #include <random>
+#include <stdexcept>
 #include <string>
 #include <vector>
 
 #include "bench/host_ceiling.h"
 #include "bench/table.h"
+#if MXOPT_WITH_CUDA
+#include "bench/writeback_bench_cuda.h"
+#endif
 #include "support/reference_mxfp8.h"
 
 #include "mxopt/params/bf16.h"
@@ -157,7 +163,16 @@ void run(int argc, char** argv) {
 
 int main(int argc, char** argv) {
   try {
-    run(argc, argv);
+    const std::string device = mxopt::bench::option(argc, argv, "--device", "host");
+    if (device == "host") {
+      run(argc, argv);
+#if MXOPT_WITH_CUDA
+    } else if (device == "cuda") {
+      mxopt::bench::run_writeback_on_cuda(argc, argv);
+#endif
+    } else {
+      throw std::invalid_argument("--device " + device + " is none of this build's");
+    }
   } catch (const std::exception& error) {
     std::cerr << "writeback_bench: " << error.what() << '\n';
     return 1;

@@ -261,6 +261,39 @@ TEST_F(WritebackCuda, ShardsOfAFewElementsEqualTheHosts) {
   expect_twins(make_plan(std::move(params), true, 2));
 }
 
+// Each master has memory of its own, without a byte to spare: for runs under compute-sanitizer.
+TEST_F(WritebackCuda, MastersAreNotReadOutsideOfTheShard) {
+  constexpr std::int64_t kRows = 96;
+  constexpr std::int64_t kCols = 544;
+  for (const DType dtype : kDtypes) {
+    for (std::int64_t offset = 0; offset <= 16; ++offset) {
+      const std::int64_t owned = kRows * kCols - 3 * offset;
+      const Buffer master(owned * dtype_bytes(dtype), kCudaDevice, default_allocator(kCudaDevice));
+      const GuardedBytes planes(kCudaDevice, 2 * kRows * kCols, kPreset);
+      const GuardedBytes scales(kCudaDevice, row_scale_bytes(kRows, kCols) + column_scale_bytes(kRows, kCols),
+                                kPreset);
+      Mxfp8Shard shard;
+      shard.name = "w";
+      shard.weight = {kRows,
+                      kCols,
+                      planes.data(),
+                      scales.data(),
+                      planes.data() + kRows * kCols,
+                      scales.data() + row_scale_bytes(kRows, kCols)};
+      shard.master = {master.data(), dtype, owned};
+      shard.start = offset;
+      partial_amax(std::span(&shard, 1), scales.span(), kCudaDevice, StreamRef());
+      partial_cast(std::span(&shard, 1), scales.span(), {}, kCudaDevice, StreamRef());
+      std::vector<std::uint8_t> expected(2 * kRows * kCols, kPreset);
+      for (const std::int64_t plane : {std::int64_t{0}, kRows * kCols}) {
+        std::fill_n(expected.begin() + plane + offset, owned, std::uint8_t{0});
+      }
+      ASSERT_TRUE(bits_equal(expected, planes.read()));
+      ASSERT_TRUE(bits_equal(std::vector<std::uint8_t>(scales.span().size(), 0), scales.read()));
+    }
+  }
+}
+
 TEST_F(WritebackCuda, AVeryTallAndAVeryWideParamEqualTheHosts) {
   constexpr std::int64_t kLong = 1 << 20;
   for (const bool tall : {true, false}) {
