@@ -156,8 +156,9 @@ void describe_parallel(ConfigSchema& schema, ParallelConfig& config) {
           "nccl on CUDA devices.")
       .alias("backend")
       .alias("distributed_backend");
-  schema.add("parallel.device", config.device, {{"auto", DeviceChoice::kAuto}, {"host", DeviceChoice::kHost}},
-             "Where memory and kernels live.");
+  schema.add("parallel.device", config.device,
+             {{"auto", DeviceChoice::kAuto}, {"host", DeviceChoice::kHost}, {"cuda", DeviceChoice::kCuda}},
+             "Where memory and kernels live; auto: a CUDA device where one can be used, else the host.");
   schema
       .add("parallel.timeout_s", config.timeout_s, Bounds::above(0).at_most(kMaxTimeout),
            "Longest wait for another rank.", "seconds")
@@ -259,12 +260,32 @@ void validate(const Config& config, const ConfigSchema& schema, DecaySteps decay
 
 }  // namespace
 
-CommunicatorOptions communicator_options(const ParallelConfig& parallel) {
+CommunicatorOptions communicator_options(const ParallelConfig& parallel, Device device) {
   CommunicatorOptions options;
+  options.device = device;
   options.transport = parallel.transport;
   options.timeout_s = parallel.timeout_s;
   options.world_size = static_cast<int>(parallel.world_size);
   return options;
+}
+
+Device resolved_device(const ParallelConfig& parallel, int cuda_index) {
+  const Device cuda{DeviceKind::kCuda, cuda_index};
+  switch (parallel.device) {
+    case DeviceChoice::kHost:
+      return {};
+    case DeviceChoice::kCuda:
+      default_allocator(cuda);  // throws what is missing
+      return cuda;
+    case DeviceChoice::kAuto:
+      break;
+  }
+  try {
+    default_allocator(cuda);
+    return cuda;
+  } catch (const ConfigError&) {  // the reason does not matter: the host will do
+    return {};
+  }
 }
 
 Storage resolved_storage(const PrecisionConfig& precision) {

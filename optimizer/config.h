@@ -11,6 +11,7 @@
 
 #include "mxopt/collectives/make_communicator.h"
 #include "mxopt/params/dtype.h"
+#include "mxopt/params/memory.h"
 #include "mxopt/params/param_spec.h"
 #include "mxopt/quant/mxfp8.h"
 
@@ -27,7 +28,8 @@ enum class StorageChoice { kRow, kBoth, kAuto };
 /// planes.
 enum class BackwardOverride { kNone, kHighPrecision, kDequantized };
 enum class ScheduleKind { kConstant, kLinear, kCosine };
-enum class DeviceChoice { kAuto, kHost };
+/// kAuto: a CUDA device where one can be used, else the host.
+enum class DeviceChoice { kAuto, kHost, kCuda };
 /// What the gather after a step moves: the quantized planes, or BF16 values that every rank quantizes itself.
 enum class GatherFormat { kQuantized, kBf16 };
 
@@ -94,8 +96,12 @@ struct Config {
   ParallelConfig parallel;
 };
 
-/// What make_communicator() needs: transport, deadline and world size.
-CommunicatorOptions communicator_options(const ParallelConfig& parallel);
+/// What make_communicator() needs: transport, deadline and world size, for buffers in the memory of `device`.
+CommunicatorOptions communicator_options(const ParallelConfig& parallel, Device device = {});
+
+/// The device that parallel.device stands for in a process that is to use CUDA device `cuda_index`.
+/// Throws ConfigError when cuda was asked for and can not be had.
+Device resolved_device(const ParallelConfig& parallel, int cuda_index);
 
 /// The storage that kAuto stands for, or the one that was chosen.
 Storage resolved_storage(const PrecisionConfig& precision);

@@ -24,6 +24,12 @@ Plan make_plan(std::vector<ParamSpec> specs, const Config& config, const Communi
     throw ConfigError("parallel.transport is self, but the communicator has " + std::to_string(comm.size()) +
                       " ranks");
   }
+  const bool is_host = device.kind == DeviceKind::kHost;
+  if ((parallel.device == DeviceChoice::kHost && !is_host) ||
+      (parallel.device == DeviceChoice::kCuda && is_host)) {
+    throw ConfigError(std::string("parallel.device is ") + (is_host ? "cuda" : "host") +
+                      ", but the optimizer was made on " + (is_host ? "the host" : "a CUDA device"));
+  }
   if (comm.device() != device) {
     throw ConfigError("the communicator (" + comm.describe() +
                       ") does not move bytes of the optimizer's device");

@@ -126,6 +126,13 @@ void validate(const TrainerConfig& config, const mxopt::ConfigSchema& schema) {
   if (config.library.optimizer.grad_dtype != mxopt::DType::kFp32) {
     problems.at("optimizer.grad_dtype") << "is bf16; allowed in train_gpt: fp32, in which it accumulates";
   }
+  if (config.library.parallel.device == mxopt::DeviceChoice::kCuda) {
+    problems.at("parallel.device") << "is cuda; allowed in train_gpt: host and auto, which is the host";
+  }
+  if (config.library.parallel.transport == mxopt::Transport::kNccl) {
+    problems.at("parallel.transport")
+        << "is nccl; allowed in train_gpt: auto, self and mpi, as it computes on the host";
+  }
   if (config.library.precision.backward_override == mxopt::BackwardOverride::kHighPrecision) {
     problems.at("precision.backward_override")
         << "is high_precision; allowed in train_gpt: none and dequantized, as no rank has whole masters";

@@ -10,6 +10,7 @@
 
 #include <gtest/gtest.h>
 
+#include "support/devices.h"
 #include "support/thrown_message.h"
 
 #include "mxopt/optimizer/config_schema.h"
@@ -259,7 +260,7 @@ TEST_F(ConfigFile, EveryKeyRefusesABadValue) {
       {"schedule.decay_steps", "0.5"},
       {"schedule.min_lr", "-1"},
       {"parallel.transport", "gloo"},
-      {"parallel.device", "cuda"},
+      {"parallel.device", "tpu"},
       {"parallel.timeout_s", "0"},
       {"parallel.init_timeout_s", "2e6"},
       {"parallel.gather_format", "fp32"},
@@ -451,10 +452,27 @@ TEST(Config, CommunicatorOptionsAreThoseOfTheParallelSection) {
   parallel.transport = Transport::kMpi;
   parallel.timeout_s = 7;
   parallel.world_size = 3;
-  const CommunicatorOptions options = communicator_options(parallel);
+  const Device device{DeviceKind::kCuda, 2};
+  const CommunicatorOptions options = communicator_options(parallel, device);
+  EXPECT_EQ(options.device, device);
   EXPECT_EQ(options.transport, Transport::kMpi);
   EXPECT_EQ(options.timeout_s, 7);
   EXPECT_EQ(options.world_size, 3);
+}
+
+TEST(Config, ResolvedDeviceIsTheOneThatCanBeUsed) {
+  const Device cuda{DeviceKind::kCuda, 0};
+  const std::string reason = test::why_not_usable(cuda);
+  ParallelConfig parallel;
+  EXPECT_EQ(resolved_device(parallel, 0), reason.empty() ? cuda : Device());
+  parallel.device = DeviceChoice::kHost;
+  EXPECT_EQ(resolved_device(parallel, 0), Device());
+  parallel.device = DeviceChoice::kCuda;
+  if (reason.empty()) {
+    EXPECT_EQ(resolved_device(parallel, 0), cuda);
+  } else {
+    EXPECT_EQ(thrown_message<ConfigError>([&] { resolved_device(parallel, 0); }), reason);
+  }
 }
 
 }  // namespace

@@ -151,6 +151,19 @@ TEST(Plan, ACommunicatorOfAnotherMemoryIsRefused) {
             "the communicator (self, rank 0 of 1) does not move bytes of the optimizer's device");
 }
 
+TEST(Plan, AnotherDeviceThanTheConfiguredOneIsRefused) {
+  SelfCommunicator comm;
+  Input input;
+  input.config.parallel.device = DeviceChoice::kCuda;
+  EXPECT_EQ(thrown_message<ConfigError>([&] { make_agreed_plan(input.specs, input.config, comm, Device()); }),
+            "parallel.device is cuda, but the optimizer was made on the host");
+  input.config.parallel.device = DeviceChoice::kHost;
+  EXPECT_EQ(thrown_message<ConfigError>([&] {
+              make_agreed_plan(input.specs, input.config, comm, Device{DeviceKind::kCuda, 0});
+            }),
+            "parallel.device is host, but the optimizer was made on a CUDA device");
+}
+
 TEST(Plan, TransportSelfIsForOneRank) {
   std::vector<std::string> texts(2);
   run_ranks(2, [&](Communicator& comm) {
