@@ -26,8 +26,8 @@ constexpr int kLaneElems = 4;
 constexpr int kLinesAtOnce = 2;
 /// Elements between lines up to which offsets inside of a tile are 32 bits.
 constexpr std::int64_t kLongestStride = 1 << 24;
-/// Runs of gradients that a warp adds up at a time, one for each lane in the end.
-constexpr int kWarpRuns = 32;
+/// Runs of gradients that a warp adds up at a time, two lanes for each in the end.
+constexpr int kWarpRuns = 16;
 
 enum TileFlags : std::int32_t {
   kBand = 1,   // of a param with a column plane
@@ -101,6 +101,13 @@ struct LaneTile {
   std::int64_t owned_begin, owned_end;
 };
 
+/// Says that a pointer from a table is one to device memory, for which there are shorter instructions.
+template <class T>
+__device__ __forceinline__ T* global(T* pointer) {
+  __builtin_assume(__isGlobal(pointer));
+  return pointer;
+}
+
 /// Four elements as they are in memory; those that are not there are 0.
 __device__ __forceinline__ float4 load_raw(const float* from, int count) {
   float4 raw = {0, 0, 0, 0};
@@ -163,10 +170,10 @@ __device__ __forceinline__ void store4(Bf16* to, const float (&values)[kLaneElem
 /// Where the state of a lane's first element is; a copy of pointers that stores could seem to change.
 struct StateAt {
   __device__ StateAt(const SegmentRow& segment, std::int64_t at, int grad_bytes)
-      : master(segment.master + at),
-        exp_avg(segment.exp_avg + at),
-        exp_avg_sq(segment.exp_avg_sq + at),
-        grad(static_cast<const std::uint8_t*>(segment.grad) + at * grad_bytes) {}
+      : master(global(segment.master + at)),
+        exp_avg(global(segment.exp_avg + at)),
+        exp_avg_sq(global(segment.exp_avg_sq + at)),
+        grad(global(static_cast<const std::uint8_t*>(segment.grad) + at * grad_bytes)) {}
 
   float* master;
   float* exp_avg;
@@ -224,6 +231,14 @@ __device__ __forceinline__ bool write_values(const SegmentRow& segment, const La
     for (const float value : w) is_finite = is_finite && isfinite(bf16_rne(value));
   }
   return is_finite;
+}
+
+__device__ __forceinline__ MxView global(MxView planes) {
+  planes.row_data = global(planes.row_data);
+  planes.row_scales = global(planes.row_scales);
+  planes.column_data = global(planes.column_data);
+  planes.column_scales = global(planes.column_scales);
+  return planes;
 }
 
 /// w in BF16, as pairs: [line][elements 0 and 1, 2 and 3].
@@ -379,7 +394,7 @@ __device__ __forceinline__ void write_tile(const Tile& tile, const SegmentRow& s
     }
   }
   if (!is_plain) {
-    const MxView planes = segment.planes;
+    const MxView planes = global(segment.planes);
     is_finite = write_row_blocks(planes, tile, lane, w);
     if ((tile.flags & kBand) != 0) {
       const std::uint32_t codes = column_codes(w);
@@ -423,32 +438,31 @@ __global__ void __launch_bounds__(kThreads) cast_kernel(Pass pass) {
   write_column_bytes(segment.planes, lane, w, codes);
 }
 
-/// The lane's part of the sum of one run: elements lane, lane + 32, lane + 64 and lane + 96 of it.
-template <class Grad>
-__device__ __forceinline__ double squares_of_lane(const Grad* run, std::int64_t elems) {
-  double squares[4];
-#pragma unroll
-  for (int part = 0; part < 4; ++part) {
-    const int at = part * 32 + static_cast<int>(threadIdx.x % 32);
-    float value = 0;
-    if (at < elems) {
-      if constexpr (sizeof(Grad) == sizeof(float)) {
-        value = run[at];
-      } else {
-        value = bf16_to_fp32(run[at]);
-      }
-    }
-    squares[part] = static_cast<double>(value) * static_cast<double>(value);
+/// Two neighbouring gradients, of which `elems` are there.
+__device__ __forceinline__ float2 load_pair(const float* from, std::int64_t elems) {
+  if (elems > 1) return *reinterpret_cast<const float2*>(from);
+  return {elems > 0 ? from[0] : 0.0f, 0.0f};
+}
+__device__ __forceinline__ float2 load_pair(const Bf16* from, std::int64_t elems) {
+  Bf16Pair pair = 0;
+  if (elems > 1) {
+    pair = *reinterpret_cast<const Bf16Pair*>(from);
+  } else if (elems > 0) {
+    pair = from[0].bits;
   }
-  // The tree of numerics section 4 adds elements i and i + 64 first, then i and i + 32.
-  return (squares[0] + squares[2]) + (squares[1] + squares[3]);
+  return {first_value(pair), second_value(pair)};
 }
 
-/// The rest of the tree, for 32 runs at once: i and i + 16, then i and i + 8, and so on. At each level a lane
-/// gives half of its runs away and keeps the other half, so that in the end sums[0] of lane r is the sum of
-/// run r.
+__device__ __forceinline__ double square(float value) {
+  return static_cast<double>(value) * static_cast<double>(value);
+}
+
+/// Sums of the squares of kWarpRuns runs of 128, each in the tree of numerics section 4: lane l has elements
+/// 2 l and 2 l + 1 of both halves of a run, so that the tree's first level is within the lane. At each
+/// further level, i and i + 32, then i and i + 16, a lane gives half of its sums away and keeps the other
+/// half, until it has one of one run: lanes 2 r and 2 r + 1 end with the sum of run r.
 template <int kWidth>
-__device__ __forceinline__ void sum_over_lanes(double (&sums)[kWarpRuns]) {
+__device__ __forceinline__ void sum_over_lanes(double (&sums)[2 * kWarpRuns]) {
   const bool is_upper = (threadIdx.x & kWidth) != 0;
 #pragma unroll
   for (int i = 0; i < kWidth; ++i) {
@@ -457,6 +471,30 @@ __device__ __forceinline__ void sum_over_lanes(double (&sums)[kWarpRuns]) {
     sums[i] = kept + __shfl_xor_sync(0xFFFFFFFFu, given, kWidth);
   }
   if constexpr (kWidth > 1) sum_over_lanes<kWidth / 2>(sums);
+}
+template <class Grad>
+__device__ __forceinline__ double sum_of_runs(const Grad* first, std::int64_t elems) {
+  const int at = static_cast<int>(threadIdx.x % 32) * 2;
+  const auto add = [&](auto is_whole, double(&sums)[2 * kWarpRuns]) {
+#pragma unroll
+    for (int run = 0; run < kWarpRuns; ++run) {
+      constexpr std::int64_t kHalf = kSumRunElems / 2;
+      const Grad* const from = first + run * kSumRunElems + at;
+      const std::int64_t left = decltype(is_whole)::value ? kSumRunElems : elems - run * kSumRunElems - at;
+      const float2 low = load_pair(from, left);
+      const float2 high = load_pair(from + kHalf, left - kHalf);
+      sums[2 * run] = square(low.x) + square(high.x);
+      sums[2 * run + 1] = square(low.y) + square(high.y);
+    }
+  };
+  double sums[2 * kWarpRuns];
+  if (elems >= kWarpRuns * kSumRunElems) {
+    add(std::true_type(), sums);
+  } else {
+    add(std::false_type(), sums);
+  }
+  sum_over_lanes<kWarpRuns>(sums);
+  return sums[0] + __shfl_xor_sync(0xFFFFFFFFu, sums[0], 1);
 }
 
 /// Sums of squares; a warp takes the 32 runs of a tile. The limbs of each thread are a column of shared
@@ -479,21 +517,18 @@ __global__ void __launch_bounds__(kThreads)
     const Tile tile = pass.tiles[t];
     const SegmentRow& segment = pass.segments[tile.segment];
     const std::int64_t begin = tile.begin - segment.param_begin;
-    const Grad* grad = static_cast<const Grad*>(segment.grad) + begin;
+    const Grad* grad = global(static_cast<const Grad*>(segment.grad) + begin);
     const std::int64_t elems = segment.elems - begin;  // of this tile and those that follow it
 
-    double sums[kWarpRuns];
-#pragma unroll
-    for (int run = 0; run < kWarpRuns; ++run) {
-      const std::int64_t first = run * kSumRunElems;
-      sums[run] = squares_of_lane(grad + first, elems - first);
-    }
-    sum_over_lanes<kWarpRuns / 2>(sums);
-    if (isfinite(sums[0])) {
-      add_to_sum(&limbs[0][thread], sums[0], kThreads);
-    } else {
-      mark(segment, kStatusNonFiniteGradient);
-      atomicAdd(&nonfinite_runs, 1);
+#pragma unroll 1
+    for (int run = 0; run < kTileElems / kSumRunElems; run += kWarpRuns) {
+      const double sum = sum_of_runs(grad + run * kSumRunElems, elems - run * kSumRunElems);
+      if (!isfinite(sum)) {
+        mark(segment, kStatusNonFiniteGradient);
+        atomicAdd(&nonfinite_runs, 1);
+      } else if (lane % 2 == 0) {
+        add_to_sum(&limbs[0][thread], sum, kThreads);
+      }
     }
   }
   __syncthreads();
