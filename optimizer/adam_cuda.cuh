@@ -43,7 +43,8 @@ __device__ __forceinline__ float divide_ordinary(float a, float b) {
   r = __fmaf_rn(__fmaf_rn(-b, r, 1.0f), r, r);
   return divide_ordinary(a, b, r);
 }
-/// The root of an ordinary number.
+/// The root of an ordinary number. That it is right for all of them rests on the device's approximation; a
+/// test tries all.
 __device__ __forceinline__ float sqrt_ordinary(float a) {
   float r;
   asm("rsqrt.approx.ftz.f32 %0, %1;" : "=f"(r) : "f"(a));
@@ -65,7 +66,8 @@ __device__ __forceinline__ bool is_ordinary_v(float v) {
 }
 
 /// The plain formula, out of line: it is long, and seldom taken.
-__device__ __noinline__ AdamElement adam_update_any(AdamElement old, float grad, const AdamScalars* scalars) {
+static __device__ __noinline__ AdamElement adam_update_any(AdamElement old, float grad,
+                                                           const AdamScalars* scalars) {
   return adam_update(old, grad, *scalars);
 }
 

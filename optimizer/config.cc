@@ -158,7 +158,7 @@ void describe_parallel(ConfigSchema& schema, ParallelConfig& config) {
       .alias("distributed_backend");
   schema.add("parallel.device", config.device,
              {{"auto", DeviceChoice::kAuto}, {"host", DeviceChoice::kHost}, {"cuda", DeviceChoice::kCuda}},
-             "Where memory and kernels live; auto: a CUDA device where one can be used, else the host.");
+             "Where memory and kernels live; auto: a CUDA device where there is one, else the host.");
   schema
       .add("parallel.timeout_s", config.timeout_s, Bounds::above(0).at_most(kMaxTimeout),
            "Longest wait for another rank.", "seconds")
@@ -270,22 +270,11 @@ CommunicatorOptions communicator_options(const ParallelConfig& parallel, Device 
 }
 
 Device resolved_device(const ParallelConfig& parallel, int cuda_index) {
+  if (parallel.device == DeviceChoice::kHost) return {};
+  if (parallel.device == DeviceChoice::kAuto && device_count(DeviceKind::kCuda) == 0) return {};
   const Device cuda{DeviceKind::kCuda, cuda_index};
-  switch (parallel.device) {
-    case DeviceChoice::kHost:
-      return {};
-    case DeviceChoice::kCuda:
-      default_allocator(cuda);  // throws what is missing
-      return cuda;
-    case DeviceChoice::kAuto:
-      break;
-  }
-  try {
-    default_allocator(cuda);
-    return cuda;
-  } catch (const ConfigError&) {  // the reason does not matter: the host will do
-    return {};
-  }
+  default_allocator(cuda);  // throws what is missing
+  return cuda;
 }
 
 Storage resolved_storage(const PrecisionConfig& precision) {

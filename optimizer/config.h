@@ -28,7 +28,7 @@ enum class StorageChoice { kRow, kBoth, kAuto };
 /// planes.
 enum class BackwardOverride { kNone, kHighPrecision, kDequantized };
 enum class ScheduleKind { kConstant, kLinear, kCosine };
-/// kAuto: a CUDA device where one can be used, else the host.
+/// kAuto: a CUDA device where there is one, else the host.
 enum class DeviceChoice { kAuto, kHost, kCuda };
 /// What the gather after a step moves: the quantized planes, or BF16 values that every rank quantizes itself.
 enum class GatherFormat { kQuantized, kBf16 };
@@ -100,7 +100,7 @@ struct Config {
 CommunicatorOptions communicator_options(const ParallelConfig& parallel, Device device = {});
 
 /// The device that parallel.device stands for in a process that is to use CUDA device `cuda_index`.
-/// Throws ConfigError when cuda was asked for and can not be had.
+/// Throws ConfigError when cuda was asked for and can not be had, or when there are devices but not this one.
 Device resolved_device(const ParallelConfig& parallel, int cuda_index);
 
 /// The storage that kAuto stands for, or the one that was chosen.

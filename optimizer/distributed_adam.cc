@@ -58,9 +58,9 @@ std::string quoted_list(const std::vector<std::string>& names) {
 /// could report it. Neither is a ContractError, which is thrown before a call sends anything, or on every
 /// rank alike.
 template <class Body>
-void guarded(Communicator& comm, const Body& body) {
+auto guarded(Communicator& comm, const Body& body) {
   try {
-    body();
+    return body();
   } catch (const PeerError&) {
     throw;
   } catch (const ContractError&) {
@@ -70,6 +70,17 @@ void guarded(Communicator& comm, const Body& body) {
     throw;
   }
 }
+
+/// Entries of a device's table of learning rates; where the schedule is longer, it is sent in pieces.
+constexpr std::int64_t kMostLrSteps = 1 << 16;
+
+/// The report of a step that a graph repeats.
+class CapturedStep final : public StepReport::Source {
+ public:
+  const StepRecord& read() override {
+    throw ContractError("a captured step has no report of its own; after a replay, read last_report()");
+  }
+};
 
 }  // namespace
 
@@ -94,13 +105,15 @@ class DistributedAdam::Impl {
             allocator_)),
         coverage_(layout().params().size()),
         betas_(config.optimizer.betas),
-        lr_steps_(device.kind == DeviceKind::kHost ? 1 : last_lr_change(config.schedule)),
+        lr_steps_(device.kind == DeviceKind::kHost ? 1
+                                                   : std::min(last_lr_change(config.schedule), kMostLrSteps)),
         scalars_(group_count(), lr_steps_, initial_state(), device, allocator_),
         reports_(device, param_count(),
                  [this](StepRecord& record, const StepOutcome& outcome, auto status) {
                    complete_record(record, outcome, status);
                  }),
-        report_(make_report(layout(), comm, config.optimizer.grad_dtype)) {
+        report_(make_report(layout(), comm, config.optimizer.grad_dtype)),
+        last_(device) {
     for (std::size_t i = 0; i < segments_.size(); ++i) {
       segment_of_[index(segments_[i].param)] = static_cast<int>(i);
     }
@@ -108,6 +121,20 @@ class DistributedAdam::Impl {
     for (const ParamGroup& group : plan_.groups.groups) group_names_.push_back(group.name);
   }
 
+  /// Waits until nothing uses this rank's memory any more; false when that can not be known, because a peer
+  /// is gone.
+  bool settle() noexcept {
+    try {
+      grad_sync_.wait();
+      param_sync_.wait_for_peers();
+      last_.wait();
+      return true;
+    } catch (const std::exception&) {
+      return false;
+    }
+  }
+
+  Device device() const { return device_; }
   const Layout& layout() const { return plan_.layout; }
   const ConstructionReport& construction() const { return report_; }
   std::span<const std::string> groups() const { return group_names_; }
@@ -142,6 +169,8 @@ class DistributedAdam::Impl {
       if (begin < end) {
         kernels_->load_master(master_of(*segment) + (begin - segment->param_begin),
                               values.sub(begin - flat_begin, end - begin), stream);
+        last_.join(stream);
+        last_.record(stream);
       }
     }
     coverage_[index(param)].add(flat_begin, flat_begin + values.elems);
@@ -153,6 +182,7 @@ class DistributedAdam::Impl {
     require_initialized();
     std::vector<std::uint8_t> status(param_sync_.status().size());
     guarded(comm_, [&] {
+      last_.join(stream);
       param_sync_.open(stream);
       const std::span<std::uint8_t> scales = param_sync_.scales_to_clear(SyncScope::kAll);
       fill_zero(scales.data(), static_cast<std::int64_t>(scales.size()), device_, stream);
@@ -161,6 +191,7 @@ class DistributedAdam::Impl {
       param_sync_.reduced().wait();
       copy_bytes(status.data(), param_sync_.status().data(), static_cast<std::int64_t>(status.size()),
                  device_, stream);
+      last_.record(stream);
       synchronize(device_, stream);
     });
     published_ = true;
@@ -219,13 +250,21 @@ class DistributedAdam::Impl {
           "step: no weight was published yet; call set_initial() for every param, then publish()" +
           (names.empty() ? "" : "; without an initial value: " + quoted_list(names)));
     }
-    reports_.make_room();
+    const bool captured = is_capturing(device_, stream);
+    if (captured) {
+      reports_.settle();
+      MXOPT_CHECK(!are_groups_changed_ && !is_taken_set_ && !is_next_rate_missing(),
+                  "step: a step is being captured while changed hyper-parameters were not sent to the device "
+                  "yet; call step() once before the capture");
+    }
+    guarded(comm_, [&] { reports_.make_room(); });
     StepRecord record;
     PhaseClock clock;
     kernels_->take_launches();
     param_sync_.take_launches();
     const StepMemory& memory = scalars_.memory();
     guarded(comm_, [&] {
+      if (!captured) last_.join(stream);
       tell_changes(stream);
       grad_sync_.finish(stream);
       record.ms.reduce_scatter = clock.lap();
@@ -244,15 +283,32 @@ class DistributedAdam::Impl {
       kernels_->clear(param_sync_.scales_to_clear(SyncScope::kTrainable), memory.outcome, stream);
       kernels_->fused_update({memory.scalars, group_names_.size()}, memory.outcome, stream);
       record.ms.update = clock.lap();
-      share_written(SyncScope::kTrainable, stream, &record.ms, memory.outcome);
       grad_sync_.reset(stream);
+      share_written(SyncScope::kTrainable, stream, &record.ms, memory.outcome);
     });
+    if (captured) {
+      param_sync_.forget_events();
+      grad_sync_.forget_events();
+      last_ = Event(device_);
+      return StepReport(std::make_shared<CapturedStep>());
+    }
     record.launches = kernels_->take_launches() + param_sync_.take_launches();
     record.lr = plan_.groups.groups[0].peak_lr;  // until the step is known
-    StepReport report =
-        reports_.add(std::move(record), memory.outcome, param_sync_.status(), param_sync_.reduced(), stream);
-    if (is_host()) *report;
-    return report;
+    return guarded(comm_, [&] {
+      StepReport report = reports_.add(std::move(record), memory.outcome, param_sync_.status(),
+                                       param_sync_.reduced(), stream);
+      last_.record(stream);
+      if (is_host()) reports_.make_room();
+      return report;
+    });
+  }
+
+  StepReport last_report(StreamRef stream) {
+    MXOPT_CHECK(published_, "last_report: no step was made yet");
+    guarded(comm_, [&] { reports_.make_room(); });
+    StepRecord record;
+    record.lr = plan_.groups.groups[0].peak_lr;
+    return reports_.add(std::move(record), scalars_.memory().outcome, param_sync_.status(), Work(), stream);
   }
 
   ParamView wait_param(std::string_view name, Plane plane, StreamRef stream) {
@@ -261,12 +317,16 @@ class DistributedAdam::Impl {
                 "wait_param: param '" << name << "' (" << format_name(layout().param(id).family.format)
                                       << ", storage " << storage_name(layout().param(id).family.storage)
                                       << ") has no column plane; precision.storage: both would store one");
-    param_sync_.wait(id, plane, stream);
-    grad_sync_.join_reset(stream);
+    guarded(comm_, [&] {
+      param_sync_.wait(id, plane, stream);
+      grad_sync_.join_reset(stream);
+    });
     return param(name);
   }
 
-  void done_reading(StreamRef stream) { param_sync_.done_reading(stream); }
+  void done_reading(StreamRef stream) {
+    guarded(comm_, [&] { param_sync_.done_reading(stream); });
+  }
 
   void require_current(std::string_view name, const ParamView& view, Plane plane) const {
     const int id = layout().find(name);
@@ -388,18 +448,27 @@ class DistributedAdam::Impl {
   /// does not know which of them a step takes; on the host the next one is known and enough.
   void tell_changes(StreamRef stream) {
     if (is_taken_set_) scalars_.set_taken(steps_taken_, stream);
+    if (!is_host() && !are_groups_changed_ && !is_taken_set_ && !is_next_rate_missing()) return;
     is_taken_set_ = false;
-    if (!is_host() && !are_groups_changed_) return;
     are_groups_changed_ = false;
-    const std::int64_t first_step = is_host() ? steps_taken_ + 1 : 1;
+    const std::int64_t last_change = last_lr_change(config_.schedule);
+    first_lr_step_ = is_host() || last_change > lr_steps_ ? steps_taken_ + 1 : 1;
     std::vector<float> weight_decay, lr;
     for (const ParamGroup& group : plan_.groups.groups) {
       weight_decay.push_back(static_cast<float>(group.weight_decay));
       for (std::int64_t i = 0; i < lr_steps_; ++i) {
-        lr.push_back(static_cast<float>(scheduled_lr(config_.schedule, group.peak_lr, first_step + i)));
+        lr.push_back(static_cast<float>(scheduled_lr(config_.schedule, group.peak_lr, first_lr_step_ + i)));
       }
     }
-    scalars_.set_groups(weight_decay, lr, first_step, stream);
+    is_last_lr_kept_ = first_lr_step_ + lr_steps_ > last_change;
+    scalars_.set_groups(weight_decay, lr, first_lr_step_, is_last_lr_kept_, stream);
+  }
+
+  /// Whether the table could end before the next step: the host knows the taken steps of complete reports
+  /// only.
+  bool is_next_rate_missing() const {
+    return !is_last_lr_kept_ &&
+           steps_taken_ + StepReports::depth_of(device_) + 1 >= first_lr_step_ + lr_steps_;
   }
 
   std::vector<LayoutField> option_fields() const {
@@ -444,11 +513,18 @@ class DistributedAdam::Impl {
 
     if (outcome.options_differ) {
       throw ContractError(
-          "step: ranks hold different hyper-parameters or counts of taken steps, so nothing was changed; "
-          "every rank "
-          "must call set_lr, set_weight_decay, set_betas and set_steps_taken with the same values before the "
-          "same "
-          "step");
+          "step: ranks hold different hyper-parameters or counts of taken steps, so the step was not taken; "
+          "every "
+          "rank must call set_lr, set_weight_decay, set_betas and set_steps_taken with the same values "
+          "before the "
+          "same step. This rank: " +
+          option_fields().front().text);
+    }
+    if (outcome.is_rate_missing) {
+      throw ContractError(
+          "step: the replays of a captured step went on behind the " + std::to_string(lr_steps_) +
+          " learning rates that the device has, so the step was not taken; capture again after a "
+          "call of step()");
     }
     const std::int64_t limit = config_.optimizer.max_consecutive_skips;
     if (limit > 0 && after.consecutive_skips >= limit) {
@@ -485,7 +561,10 @@ class DistributedAdam::Impl {
   StepReports reports_;
   std::vector<std::string> group_names_;
   ConstructionReport report_;
+  Event last_;  // the end of the newest call that enqueued work
   bool published_ = false;
+  std::int64_t first_lr_step_ = 1;
+  bool is_last_lr_kept_ = true;
   bool are_groups_changed_ = true;
   bool is_taken_set_ = false;
   std::int64_t steps_taken_ = 0, calls_ = 0;  // of the newest report that is complete
@@ -505,7 +584,13 @@ DistributedAdam::DistributedAdam(std::vector<ParamSpec> specs, const Config& con
   require_agreement(comm, std::span(&problem, 1));
   if (failure) std::rethrow_exception(failure);
 }
-DistributedAdam::~DistributedAdam() = default;
+
+DistributedAdam::~DistributedAdam() {
+  const bool is_host = impl_->device().kind == DeviceKind::kHost;
+  // Kernels of a transport that wait for a lost peer still use the memory, and freeing it would wait for
+  // them.
+  if (!impl_->settle() && !is_host) static_cast<void>(impl_.release());
+}
 
 const Layout& DistributedAdam::layout() const {
   return impl_->layout();
@@ -546,6 +631,10 @@ void DistributedAdam::grad_ready(std::string_view name, StreamRef stream) {
 }
 StepReport DistributedAdam::step(StreamRef stream) {
   return impl_->step(stream);
+}
+
+StepReport DistributedAdam::last_report(StreamRef stream) {
+  return impl_->last_report(stream);
 }
 
 ParamView DistributedAdam::wait_param(std::string_view name, Plane plane, StreamRef stream) {

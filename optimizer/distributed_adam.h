@@ -102,7 +102,13 @@ class DistributedAdam {
   /// Collective: one optimizer step, or a skip on every rank. See StepRecord.
   /// Throws ContractError on every rank when a param was never published, when ranks hold different
   /// hyper-parameters, or when optimizer.max_consecutive_skips is reached.
+  /// On a device a step may be captured in a CUDA graph, when one was made before and is complete, and the
+  /// transport can be captured: learning rates, loss scale and counters are in device memory and go on with
+  /// each replay.
   StepReport step(StreamRef stream = {});
+  /// The newest step that was enqueued on `stream`, for replays of a captured one: without its launches and
+  /// times.
+  StepReport last_report(StreamRef stream = {});
 
   /// After this the plane may be read on `stream`; returns the view stamped with the version waited for.
   /// For bf16 and fp32 params the plane is Plane::kRow. Throws ContractError when the param has no such
@@ -123,7 +129,8 @@ class DistributedAdam {
   void set_weight_decay(std::string_view group, double value);
   void set_betas(double beta1, double beta2);
 
-  /// Taken steps. Setting it is for trainers with their own checkpoints; every rank must set the same.
+  /// Taken steps, as far as reports were made: after replays of a captured step, read last_report() first.
+  /// Setting it is for trainers with their own checkpoints; every rank must set the same.
   std::int64_t steps_taken() const;
   void set_steps_taken(std::int64_t steps);
 

@@ -14,6 +14,8 @@ GradSync::GradSync(const Layout& layout, const ParamStorage& storage, Communicat
       ready_now_(layout.params().size(), 0),
       ready_ever_(layout.params().size(), 0),
       writers_(layout.buckets().size()),
+      clear_stream_(storage.device()),
+      updated_(storage.device()),
       cleared_(storage.device()) {
   for (const ParamLayout& param : layout.params()) {
     ++names_in_bucket_[static_cast<std::size_t>(param.bucket)];
@@ -29,6 +31,11 @@ GradSync::~GradSync() {
     } catch (const std::exception&) {  // dropped: nobody will use the gradients
     }
   }
+}
+
+void GradSync::wait() {
+  for (Work& work : works_) work.wait();
+  cleared_.wait();
 }
 
 void GradSync::begin_backward(bool last_micro_batch) {
@@ -89,6 +96,15 @@ void GradSync::issue(int bucket, StreamRef stream) {
   const Bucket& layout = layout_.bucket(bucket);
   if (layout.family.frozen) return;
   join_writers(bucket, stream);
+  // Where nothing wrote to the bucket, nobody has joined the zeroing yet.
+  if (!is_capturing(storage_.device(), stream)) {
+    cleared_.join(stream);
+  } else {
+    MXOPT_CHECK(
+        cleared_.passed(),
+        "a step is being captured while gradients are still being zeroed; synchronize the device before the "
+        "capture begins");
+  }
   const TypedSpan grads = storage_.gradients(bucket);
   for (int member : layout.params) {
     const ParamLayout& param = layout_.param(member);
@@ -119,9 +135,16 @@ void GradSync::reset(StreamRef stream) {
       std::ranges::find_if(layout_.buckets(), [](const Bucket& b) { return !b.family.frozen; });
   const auto index = static_cast<int>(first - layout_.buckets().begin());
   // The gradients of all buckets are one allocation, back to back.
-  fill_zero(storage_.gradients(index).data, layout_.grad_elems() * dtype_bytes(storage_.grad_dtype()),
-            storage_.device(), stream);
-  cleared_.record(stream);
+  const auto clear = [&](StreamRef on) {
+    fill_zero(storage_.gradients(index).data, layout_.grad_elems() * dtype_bytes(storage_.grad_dtype()),
+              storage_.device(), on);
+    cleared_.record(on);
+  };
+  // A captured stream must not leave others behind that it does not join.
+  if (is_capturing(storage_.device(), stream)) return clear(stream);
+  updated_.record(stream);
+  updated_.join(clear_stream_.ref());
+  clear(clear_stream_.ref());
 }
 
 }  // namespace mxopt

@@ -19,6 +19,8 @@ class GradSync {
   GradSync(const Layout& layout, const ParamStorage& storage, Communicator& comm);
   /// Waits for the reductions in flight, since peers read this rank's gradients; drops their errors.
   ~GradSync();
+  /// The host waits for them, and throws their errors.
+  void wait();
   GradSync(const GradSync&) = delete;
   GradSync& operator=(const GradSync&) = delete;
 
@@ -28,8 +30,10 @@ class GradSync {
 
   /// Issues what is left, waits for all: then the owned range of every bucket holds the averaged gradients.
   void finish(StreamRef stream);
-  /// After the step: zeroes what accumulates, and forgets who was ready.
+  /// After the update: zeroes what accumulates, beside what follows on `stream`, and forgets who was ready.
   void reset(StreamRef stream);
+  /// After a captured step: forgets its events, which nothing outside of the graph can wait for.
+  void forget_events() { cleared_ = Event(storage_.device()); }
   /// Later work of `stream` waits until gradients may be written.
   void join_reset(StreamRef stream) const { cleared_.join(stream); }
 
@@ -56,7 +60,8 @@ class GradSync {
   std::vector<char> ready_ever_;  // [params] since the last step
   std::vector<Writers> writers_;  // [buckets]
   std::vector<Work> works_;       // one for each issued bucket, in order
-  Event cleared_;
+  Stream clear_stream_;
+  Event updated_, cleared_;
   bool last_micro_batch_ = true;
   bool has_accumulating_ = false;
   int next_bucket_ = 0;

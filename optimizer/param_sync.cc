@@ -41,6 +41,13 @@ ParamSync::~ParamSync() {
   }
 }
 
+void ParamSync::wait_for_peers() {
+  reduced_.wait();
+  for (std::vector<Gather>* gathers : {&rows_, &columns_}) {
+    for (Gather& gather : *gathers) gather.work.wait();
+  }
+}
+
 MxView ParamSync::planes(int param) const {
   const ParamLayout& p = layout_.param(param);
   MxView view;
@@ -68,15 +75,32 @@ std::span<std::uint8_t> ParamSync::status() const {
 }
 
 void ParamSync::open(StreamRef stream) {
+  const bool captured = is_capturing(storage_.device(), stream);
+  const auto settle = [&](auto&& join, auto&& is_complete) {
+    if (!captured) return join();
+    MXOPT_CHECK(is_complete(),
+                "a step is being captured while gathers or readers of planes from before are not complete; "
+                "synchronize the device before the capture begins");
+  };
   for (std::vector<Gather>* gathers : {&rows_, &columns_}) {
     for (Gather& gather : *gathers) {
-      join(gather, stream);
+      settle([&] { join(gather, stream); }, [&] { return gather.work.test(); });
       gather.work = Work();
     }
   }
-  for (std::size_t i = 0; i < open_readers_; ++i) readers_[i].join(stream);
+  for (std::size_t i = 0; i < open_readers_; ++i) {
+    settle([&] { readers_[i].join(stream); }, [&] { return readers_[i].passed(); });
+  }
   open_readers_ = 0;
   fill_zero(storage_.scale_head(), storage_.scale_head_bytes(), storage_.device(), stream);
+}
+
+void ParamSync::forget_events() {
+  for (std::vector<Gather>* gathers : {&rows_, &columns_}) {
+    for (Gather& gather : *gathers) gather.work = Work();
+  }
+  reduced_ = Work();
+  requantized_ = Event(storage_.device());
 }
 
 std::span<std::uint8_t> ParamSync::scales_to_clear(SyncScope scope) const {

@@ -36,6 +36,9 @@ class ParamSync {
   ParamSync(const ParamSync&) = delete;
   ParamSync& operator=(const ParamSync&) = delete;
 
+  /// The host waits for the reduction and the gathers in flight, and throws their errors.
+  void wait_for_peers();
+
   /// Where writeback puts the BF16 values of one param (bf16 format only, else null).
   Bf16* staging(int param) const;
   std::int64_t staging_bytes() const { return staging_.bytes() + packed_.bytes(); }
@@ -44,6 +47,8 @@ class ParamSync {
   /// Joins the gathers still in flight and the readers of planes to `stream`, so that planes may be written;
   /// clears the status bytes.
   void open(StreamRef stream);
+  /// After a captured step: forgets its events, which nothing outside of the graph can wait for.
+  void forget_events();
   /// The scales to be zeroed before the scope is written, so that the MAX only sees what is written from then
   /// on. Empty in the bf16 format.
   std::span<std::uint8_t> scales_to_clear(SyncScope scope) const;

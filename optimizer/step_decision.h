@@ -15,9 +15,7 @@ namespace mxopt {
 struct StepStatistics {
   std::int64_t square_sum[kSumLimbs] = {};  // of the owned gradients, normalised
   std::int64_t nonfinite_runs = 0;          // pieces of owned gradients with a NaN or infinity
-  // For agreement, the same on every rank:
-  std::int64_t options_hash = 0;  // of this step's hyper-parameters
-  std::int64_t steps_taken = 0;
+  std::int64_t options_hash = 0;            // of hyper-parameters and taken steps; the same on every rank
 };
 inline constexpr std::int64_t kStatisticsElems = sizeof(StepStatistics) / sizeof(std::int64_t);
 

@@ -91,8 +91,8 @@ class StepKernels {
   /// frozen_too  as in writeback.
   virtual void cast_cut_bands(bool frozen_too, const StepOutcome* outcome, StreamRef stream) = 0;
 
-  /// master[i] := values[i], fp32 or bf16; values may be in the memory of the host. Not a pass of a step: may
-  /// allocate.
+  /// master[i] := values[i], fp32 or bf16; values may be in the memory of the host. Not a pass of a step: for
+  /// bf16 values a device makes a copy, and the host waits.
   virtual void load_master(float* master, ConstTypedSpan values, StreamRef stream) = 0;
 
   /// Launches since the last call.

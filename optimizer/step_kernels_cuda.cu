@@ -197,6 +197,7 @@ __device__ __forceinline__ void update_lines(const StateAt& state, const Lane& l
     p_raw[k] = load_raw(state.master + at, owned);
     m_raw[k] = load_raw(state.exp_avg + at, owned);
     v_raw[k] = load_raw(state.exp_avg_sq + at, owned);
+    if (owned == 0) m_raw[k] = v_raw[k] = make_float4(1, 1, 1, 1);  // ordinary numbers: the short formula
     g_raw[k] = load_raw(static_cast<const Grad*>(state.grad) + at, owned);
   }
 #pragma unroll
@@ -556,8 +557,7 @@ __global__ void open_statistics_kernel(StepMemory memory, std::int64_t options_h
   StepStatistics& statistics = *memory.statistics;
   for (int k = 0; k < kSumLimbs; ++k) statistics.square_sum[k] = 0;
   statistics.nonfinite_runs = 0;
-  statistics.options_hash = options_hash;
-  statistics.steps_taken = memory.state->taken;
+  statistics.options_hash = agreement_hash(options_hash, memory.state->taken);
 }
 
 __global__ void decide_kernel(StepMemory memory, StepOptions options) {
@@ -697,6 +697,7 @@ class CudaStepKernels final : public StepKernels {
         cut_tiles_(trainable.cut, frozen.cut, device, allocator_, setup.ref()),
         grad_tiles_(grad_tiling(tables.segments).all, device, allocator_, setup.ref()) {
     synchronize(device, setup.ref());
+    MXOPT_CHECK_LE(write_tiles_.count(true), std::numeric_limits<std::int32_t>::max());  // CTAs of a launch
     const DeviceGuard guard(device_.index);
     MXOPT_CUDA_CHECK(cudaDeviceGetAttribute(&processors_, cudaDevAttrMultiProcessorCount, device_.index));
   }
@@ -754,14 +755,12 @@ class CudaStepKernels final : public StepKernels {
       mxopt::copy_bytes(master, values.data, values.bytes(), device_, stream);
       return;
     }
-    const DeviceGuard guard(device_.index);
     // The values may be memory of the host, which a kernel can not read.
-    void* copy = nullptr;
-    MXOPT_CUDA_CHECK(cudaMallocAsync(&copy, static_cast<std::size_t>(values.bytes()), native(stream)));
-    mxopt::copy_bytes(copy, values.data, values.bytes(), device_, stream);
+    const Buffer copy(values.bytes(), device_, allocator_);
+    mxopt::copy_bytes(copy.data(), values.data, values.bytes(), device_, stream);
     launch(few_blocks((values.elems + kThreads - 1) / kThreads), kThreads, stream, widen_kernel, master,
-           static_cast<const Bf16*>(copy), values.elems);
-    MXOPT_CUDA_CHECK(cudaFreeAsync(copy, native(stream)));
+           reinterpret_cast<const Bf16*>(copy.data()), values.elems);
+    synchronize(device_, stream);
   }
 
  private:
@@ -773,7 +772,6 @@ class CudaStepKernels final : public StepKernels {
   template <class... Params, class... Args>
   void launch(std::int64_t blocks, int threads, StreamRef stream, void (*kernel)(Params...), Args... args) {
     if (blocks == 0) return;
-    MXOPT_CHECK_LE(blocks, std::numeric_limits<std::int32_t>::max());
     ++launches_;
     const DeviceGuard guard(device_.index);
     kernel<<<static_cast<unsigned>(blocks), static_cast<unsigned>(threads), 0, native(stream)>>>(args...);

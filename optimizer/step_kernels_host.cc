@@ -267,8 +267,7 @@ class HostStepKernels final : public StepKernels {
 
   void open_statistics(const StepMemory& memory, std::int64_t options_hash, StreamRef) override {
     *memory.statistics = StepStatistics{};
-    memory.statistics->options_hash = options_hash;
-    memory.statistics->steps_taken = memory.state->taken;
+    memory.statistics->options_hash = agreement_hash(options_hash, memory.state->taken);
   }
 
   void decide(const StepMemory& memory, const StepOptions& options, StreamRef) override {

@@ -17,14 +17,8 @@ class StepReports::Pending final : public StepReport::Source {
 
   const StepRecord& read() override {
     complete();
-    if (problem_ != nullptr) throw_problem();
+    if (problem_ != nullptr) std::rethrow_exception(problem_);
     return record_;
-  }
-
-  /// Throws what the trainer has not read yet.
-  void throw_unread() {
-    complete();
-    if (problem_ != nullptr && !is_read_) throw_problem();
   }
 
   /// Waits for the step, then keeps what is to be thrown. A PeerError leaves the report as it was.
@@ -51,17 +45,11 @@ class StepReports::Pending final : public StepReport::Source {
   }
 
  private:
-  [[noreturn]] void throw_problem() {
-    is_read_ = true;
-    std::rethrow_exception(problem_);
-  }
-
   StepRecord record_;
   Slot* slot_;  // null: complete
   Work last_;
   const StepReports* owner_;
   std::exception_ptr problem_;
-  bool is_read_ = false;
 };
 
 StepReports::StepReports(Device device, std::int64_t status_bytes, Complete complete)
@@ -86,7 +74,7 @@ void StepReports::make_room() {
   slot.pending->complete();
   const std::shared_ptr<Pending> oldest = std::move(slot.pending);
   slot.pending = nullptr;
-  oldest->throw_unread();
+  oldest->read();
 }
 
 StepReport StepReports::add(StepRecord record, const StepOutcome* outcome,

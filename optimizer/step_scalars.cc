@@ -47,8 +47,9 @@ StepScalars::StepScalars(int groups, std::int64_t lr_steps, const StepState& ini
 }
 
 void StepScalars::set_groups(std::span<const float> weight_decay, std::span<const float> lr,
-                             std::int64_t first_lr_step, StreamRef stream) {
+                             std::int64_t first_lr_step, bool is_last_kept, StreamRef stream) {
   memory_.table.first_lr_step = first_lr_step;
+  memory_.table.is_last_kept = is_last_kept;
   copy_bytes(weight_decay_, weight_decay.data(), static_cast<std::int64_t>(weight_decay.size_bytes()),
              device_, stream);
   copy_bytes(lr_, lr.data(), static_cast<std::int64_t>(lr.size_bytes()), device_, stream);

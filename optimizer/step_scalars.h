@@ -27,8 +27,9 @@ class StepScalars {
 
   /// weight_decay  [groups]
   /// lr            [groups][lr_steps], of the taken steps from first_lr_step on
+  /// is_last_kept  the last rate is that of all later steps
   void set_groups(std::span<const float> weight_decay, std::span<const float> lr, std::int64_t first_lr_step,
-                  StreamRef stream);
+                  bool is_last_kept, StreamRef stream);
   void set_taken(std::int64_t taken, StreamRef stream);
 
  private:

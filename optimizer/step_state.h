@@ -43,8 +43,10 @@ struct GroupTable {
   const float* weight_decay = nullptr;  // [groups]
   const float* lr = nullptr;            // [groups][lr_steps], of the taken steps from first_lr_step on
   std::int64_t first_lr_step = 1;
-  std::int64_t lr_steps = 1;  // later steps have the last rate
+  std::int64_t lr_steps = 1;
+  bool is_last_kept = true;  // later steps have the last rate
 
+  MXOPT_HD bool has_rate(std::int64_t step) const { return is_last_kept || step - first_lr_step < lr_steps; }
   MXOPT_HD float lr_of(int group, std::int64_t step) const {
     const std::int64_t last = lr_steps - 1;
     const std::int64_t at = step - first_lr_step;
@@ -55,29 +57,42 @@ struct GroupTable {
 /// What one step() call did.
 struct StepOutcome {
   bool taken = false;
-  bool options_differ = false;  // ranks were told different things: nothing was changed
+  // Why a step could be neither taken nor skipped; nothing was changed then:
+  bool options_differ = false;   // ranks were told different things
+  bool is_rate_missing = false;  // the table of learning rates ends before this step
   StepState after;
   double loss_scale = 1;  // used for this step's gradients
   double grad_norm = 0;
   float clip_factor = 1;
 };
 
+/// What a rank adds to the statistics: equal sums mean that every rank was told the same and took the same
+/// steps. Why mixed: counts themselves could differ and still have the sum of equal ones.
+MXOPT_HD std::int64_t agreement_hash(std::int64_t options_hash, std::int64_t taken) {
+  std::uint64_t x =
+      static_cast<std::uint64_t>(options_hash) + 0x9E3779B97F4A7C15u * static_cast<std::uint64_t>(taken + 1);
+  x = (x ^ x >> 30) * 0xBF58476D1CE4E5B9u;
+  x = (x ^ x >> 27) * 0x94D049BB133111EBu;
+  return static_cast<std::int64_t>(x ^ x >> 31);
+}
+
 /// From reduced statistics to the decision, the groups' scalars for fused_update, and the next state.
 /// scalars  [options.groups]; written only when the step is taken.
 MXOPT_HD void advance(StepStatistics& reduced, const StepOptions& options, const GroupTable& table,
                       StepState& state, AdamScalars* scalars, StepOutcome& outcome) {
-  // Sums of equal values over ranks, modulo 2^64.
-  const auto ranks = static_cast<std::uint64_t>(options.world_size);
-  outcome.options_differ =
-      static_cast<std::uint64_t>(reduced.options_hash) != ranks * static_cast<std::uint64_t>(options.hash) ||
-      static_cast<std::uint64_t>(reduced.steps_taken) != ranks * static_cast<std::uint64_t>(state.taken);
+  // The sum of equal numbers over ranks, modulo 2^64.
+  outcome.options_differ = static_cast<std::uint64_t>(reduced.options_hash) !=
+                           static_cast<std::uint64_t>(options.world_size) *
+                               static_cast<std::uint64_t>(agreement_hash(options.hash, state.taken));
+  outcome.is_rate_missing = !table.has_rate(state.taken + 1);
+  const bool is_void = outcome.options_differ || outcome.is_rate_missing;
   const StepDecision decision = decide(reduced, state.loss_scale.scale, options.max_norm);
-  outcome.taken = decision.take && !outcome.options_differ;
+  outcome.taken = decision.take && !is_void;
   outcome.grad_norm = decision.grad_norm;
   outcome.clip_factor = decision.clip_factor;
   outcome.loss_scale = state.loss_scale.scale;
 
-  if (!outcome.options_differ) {
+  if (!is_void) {
     ++state.calls;
     state.consecutive_skips = decision.take ? 0 : state.consecutive_skips + 1;
     state.skipped_total += decision.take ? 0 : 1;

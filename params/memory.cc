@@ -37,6 +37,14 @@ class HostAllocator final : public Allocator {
 
 }  // namespace
 
+int device_count(DeviceKind kind) {
+  if (kind == DeviceKind::kHost) return 1;
+#if MXOPT_WITH_CUDA
+  if (kind == DeviceKind::kCuda) return cuda::device_count();
+#endif
+  return 0;
+}
+
 std::shared_ptr<Allocator> default_allocator(Device device) {
   if (device.kind == DeviceKind::kHost) return std::make_shared<HostAllocator>();
 #if MXOPT_WITH_CUDA
@@ -77,6 +85,14 @@ void synchronize(Device device, [[maybe_unused]] StreamRef stream) {
   if (device.kind == DeviceKind::kCuda) return cuda::synchronize(device.index, stream);
 #endif
   if (device.kind != DeviceKind::kHost) refuse(device);
+}
+
+bool is_capturing(Device device, [[maybe_unused]] StreamRef stream) {
+#if MXOPT_WITH_CUDA
+  if (device.kind == DeviceKind::kCuda) return cuda::is_capturing(device.index, stream);
+#endif
+  if (device.kind != DeviceKind::kHost) refuse(device);
+  return false;
 }
 
 Stream::Stream(Device device) {

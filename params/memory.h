@@ -19,6 +19,9 @@ struct Device {
   friend bool operator==(Device, Device) = default;
 };
 
+/// Devices of the kind that this process can use; 0 where the backend is not built in. The host is one.
+int device_count(DeviceKind kind);
+
 /// A stream of a device, borrowed from the caller: on the host there is one, and work is done at the call; on
 /// CUDA it holds a cudaStream_t, and the default value is the device's legacy default stream, used only where
 /// a caller passes it.
@@ -83,6 +86,9 @@ void copy_bytes(void* to, const void* from, std::int64_t bytes, Device device, S
 
 /// Host waits until everything enqueued on the stream is done.
 void synchronize(Device device, StreamRef stream);
+
+/// Whether what is enqueued on the stream is being captured in a CUDA graph.
+bool is_capturing(Device device, StreamRef stream);
 
 /// A stream of the library's own, which never waits for the default stream. On the host: the host's stream.
 class Stream {

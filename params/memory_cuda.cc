@@ -19,7 +19,6 @@ class CudaAllocator final : public Allocator {
     void* data = nullptr;
     const cudaError_t error = cudaMalloc(&data, static_cast<std::size_t>(bytes));
     if (error != cudaSuccess) {
-      cudaGetLastError();  // the failure is ours to report: nobody else should find it
       std::ostringstream call;
       call << "cudaMalloc(" << bytes << " bytes, device " << device_ << ")";
       fail_call(error, call.str().c_str());
@@ -48,6 +47,19 @@ class PinnedAllocator final : public Allocator {
   int device_;
 };
 
+/// Lets this thread ask for events of other streams while it captures one; CUDA would end the capture
+/// otherwise.
+class RelaxedCapture {
+ public:
+  RelaxedCapture() { MXOPT_CUDA_CHECK(cudaThreadExchangeStreamCaptureMode(&mode_)); }
+  ~RelaxedCapture() { cudaThreadExchangeStreamCaptureMode(&mode_); }
+  RelaxedCapture(const RelaxedCapture&) = delete;
+  RelaxedCapture& operator=(const RelaxedCapture&) = delete;
+
+ private:
+  cudaStreamCaptureMode mode_ = cudaStreamCaptureModeRelaxed;
+};
+
 class CudaEvent final : public Event::State {
  public:
   explicit CudaEvent(int device) : event_(device) {}
@@ -61,12 +73,16 @@ class CudaEvent final : public Event::State {
     MXOPT_CUDA_CHECK(cudaStreamWaitEvent(native(stream), event_.get(), 0));
   }
   bool passed() const override {
+    const RelaxedCapture relaxed;
     const cudaError_t state = cudaEventQuery(event_.get());
     if (state == cudaErrorNotReady) return false;
     MXOPT_CUDA_CHECK(state);
     return true;
   }
-  void wait() const override { MXOPT_CUDA_CHECK(cudaEventSynchronize(event_.get())); }
+  void wait() const override {
+    const RelaxedCapture relaxed;
+    MXOPT_CUDA_CHECK(cudaEventSynchronize(event_.get()));
+  }
 
  private:
   UniqueEvent event_;
@@ -75,6 +91,7 @@ class CudaEvent final : public Event::State {
 }  // namespace
 
 void fail_call(cudaError_t error, const char* call, std::source_location where) {
+  cudaGetLastError();  // the failure is reported here: the next launch should not find it
   std::ostringstream text;
   text << call << " failed: " << cudaGetErrorName(error) << " (" << static_cast<int>(error)
        << "): " << cudaGetErrorString(error) << " [" << where.file_name() << ':' << where.line() << ']';
@@ -91,6 +108,13 @@ DeviceGuard::DeviceGuard(int device) {
 
 DeviceGuard::~DeviceGuard() {
   if (former_ >= 0) cudaSetDevice(former_);
+}
+
+int device_count() {
+  int count = 0;
+  if (cudaGetDeviceCount(&count) == cudaSuccess) return count;
+  cudaGetLastError();
+  return 0;
 }
 
 std::shared_ptr<Allocator> make_allocator(int device) {
@@ -126,6 +150,13 @@ void copy_bytes(void* to, const void* from, std::int64_t bytes, int device, Stre
 void synchronize(int device, StreamRef stream) {
   const DeviceGuard guard(device);
   MXOPT_CUDA_CHECK(cudaStreamSynchronize(native(stream)));
+}
+
+bool is_capturing(int device, StreamRef stream) {
+  const DeviceGuard guard(device);
+  cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
+  MXOPT_CUDA_CHECK(cudaStreamIsCapturing(native(stream), &status));
+  return status != cudaStreamCaptureStatusNone;
 }
 
 void fill_zero_now(void* data, std::int64_t bytes, int device) {

@@ -8,6 +8,8 @@
 
 namespace mxopt::cuda {
 
+/// 0 when there is none, or no driver.
+int device_count();
 /// Throws ConfigError when there is no such device.
 std::shared_ptr<Allocator> make_allocator(int device);
 std::shared_ptr<Allocator> make_pinned_allocator(int device);
@@ -17,6 +19,7 @@ void fill_zero(void* data, std::int64_t bytes, int device, StreamRef stream);
 void copy_bytes(void* to, const void* from, std::int64_t bytes, int device, StreamRef stream);
 /// Host waits until everything enqueued on the stream is done.
 void synchronize(int device, StreamRef stream);
+bool is_capturing(int device, StreamRef stream);
 
 /// Zeroes memory with a stream of its own and waits: for memory that no stream knows yet.
 void fill_zero_now(void* data, std::int64_t bytes, int device);

@@ -83,14 +83,13 @@ TEST_P(StepReportsOf, SettleCompletesAllOfThem) {
   EXPECT_EQ(report->step, 4);
 }
 
-TEST_P(StepReportsOf, AProblemIsThrownWhenReadOrBeforeItsMemoryIsUsedAgain) {
+TEST_P(StepReportsOf, AProblemIsThrownWhenReadAndBeforeItsMemoryIsUsedAgain) {
   const StepReport report = add(13);
   EXPECT_EQ(thrown_message<ContractError>([&] { *report; }), "thirteen");
   EXPECT_EQ(thrown_message<ContractError>([&] { *report; }), "thirteen");
-  for (int step = 0; step < depth(); ++step) EXPECT_NO_THROW(add(20 + step)) << "it was read already";
-  add(13);
-  for (int step = 1; step < depth(); ++step) add(40 + step);
-  EXPECT_EQ(thrown_message<ContractError>([&] { add(60); }), "thirteen");
+  for (int step = 1; step < depth(); ++step) add(20 + step);
+  EXPECT_EQ(thrown_message<ContractError>([&] { add(60); }), "thirteen")
+      << "a rank that has not read it throws here";
   EXPECT_NO_THROW(add(61));
 }
 

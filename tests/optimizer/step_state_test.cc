@@ -1,6 +1,7 @@
 #include "mxopt/optimizer/step_state.h"
 
 #include <cmath>
+#include <initializer_list>
 
 #include <gtest/gtest.h>
 
@@ -21,11 +22,20 @@ struct Step {
     options.hash = -77;
     options.world_size = 2;
     options.groups = 2;
-    statistics.options_hash = 2 * options.hash;
     table = {kWeightDecay, kLr, 4, 3};
     state.taken = 4;
     state.calls = 6;
-    statistics.steps_taken = 8;
+    sign({4, 4});
+  }
+
+  /// The sum over ranks that have taken these numbers of steps.
+  void sign(std::initializer_list<std::int64_t> taken) {
+    std::uint64_t sum = 0;
+    for (const std::int64_t steps : taken) {
+      sum += static_cast<std::uint64_t>(agreement_hash(options.hash, steps));
+    }
+    options.world_size = static_cast<int>(taken.size());
+    statistics.options_hash = static_cast<std::int64_t>(sum);
   }
 
   void run() { advance(statistics, options, table, state, scalars, outcome); }
@@ -61,10 +71,9 @@ TEST(StepState, ATakenStepSetsTheScalarsOfEveryGroup) {
 TEST(StepState, StepsBehindTheTableHaveTheLastRate) {
   Step step;
   step.state.taken = 5;
-  step.statistics.steps_taken = 10;
   for (int i = 0; i < 3; ++i) {
+    step.sign({step.state.taken, step.state.taken});
     StepStatistics statistics = step.statistics;
-    statistics.steps_taken = 2 * step.state.taken;
     advance(statistics, step.options, step.table, step.state, step.scalars, step.outcome);
     EXPECT_EQ(step.scalars[0].lr, 3e-3f);
     EXPECT_EQ(step.scalars[1].lr, 7e-3f);
@@ -92,9 +101,11 @@ TEST(StepState, ASkippedStepCountsButLeavesTheScalars) {
 }
 
 TEST(StepState, RanksThatWereToldDifferentThingsChangeNothing) {
-  for (const bool is_hash : {true, false}) {
+  // The counts of the last case have the sum of equal ones.
+  const std::initializer_list<std::int64_t> cases[] = {{4, 5}, {5, 5}, {4, 3, 5}};
+  for (const auto& taken : cases) {
     Step step;
-    (is_hash ? step.statistics.options_hash : step.statistics.steps_taken) += 1;
+    step.sign(taken);
     step.run();
     EXPECT_TRUE(step.outcome.options_differ);
     EXPECT_FALSE(step.outcome.taken);
@@ -102,6 +113,22 @@ TEST(StepState, RanksThatWereToldDifferentThingsChangeNothing) {
     EXPECT_EQ(step.state.calls, 6);
     EXPECT_EQ(step.scalars[0].beta1, 0);
   }
+  Step step;
+  step.options.hash = 78;
+  step.run();
+  EXPECT_TRUE(step.outcome.options_differ);
+}
+
+TEST(StepState, AStepBehindATableThatGoesOnElsewhereIsNotTaken) {
+  Step step;
+  step.table.is_last_kept = false;
+  step.state.taken = 6;
+  step.sign({6, 6});
+  step.run();
+  EXPECT_TRUE(step.outcome.is_rate_missing);
+  EXPECT_FALSE(step.outcome.taken);
+  EXPECT_EQ(step.state.taken, 6);
+  EXPECT_EQ(step.state.calls, 6);
 }
 
 }  // namespace

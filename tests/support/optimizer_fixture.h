@@ -380,13 +380,14 @@ inline float loss_scale_of(const DistributedAdam& opt, Place place) {
 }
 
 /// One step's backward pass: one or two micro-batches, every rank in another order, with the loss scale.
+/// with_calls  false: only writes the gradients.
 inline void feed(DistributedAdam& opt, const Scenario& scenario, int step, int rank, int size,
-                 Place place = {}) {
+                 Place place = {}, bool with_calls = true) {
   const int micro_batches = step % 3 == 1 ? 2 : 1;
   const float scale = loss_scale_of(opt, place);
   for (int micro = 0; micro < micro_batches; ++micro) {
     const bool last = micro == micro_batches - 1;
-    opt.begin_backward(last);
+    if (with_calls) opt.begin_backward(last);
     if (scenario.nan_padding) fill_grad_padding(opt, std::numeric_limits<float>::quiet_NaN(), place);
     std::vector<std::size_t> order(scenario.specs.size());
     std::iota(order.rbegin(), order.rend(), std::size_t{0});
@@ -418,7 +419,7 @@ inline void feed(DistributedAdam& opt, const Scenario& scenario, int step, int r
         write_values(data.sub(0, 1), bad);
       }
       grad.store();
-      opt.grad_ready(s.name, place.stream);
+      if (with_calls) opt.grad_ready(s.name, place.stream);
     }
   }
 }
