@@ -67,7 +67,7 @@ class Table {
     nlohmann::ordered_json row;
     for (std::size_t i = 0; i < values.size(); ++i) {
       row[columns_[i]] = values[i];
-      std::cout << std::left << std::setw(width(columns_[i])) << text(values[i]);
+      std::cout << std::left << std::setw(width(columns_[i]) - 1) << text(values[i]) << ' ';
     }
     std::cout << std::endl;
     rows_.push_back(std::move(row));

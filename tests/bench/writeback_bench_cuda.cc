@@ -18,6 +18,7 @@
 
 #include <cuda_runtime.h>
 
+#include "bench/cuda_timer.h"
 #include "bench/table.h"
 
 #include "mxopt/params/bf16.h"
@@ -89,16 +90,6 @@ CallTimes time_calls(int calls, int replays, StreamRef stream, const std::functi
 
 double tb_per_s(std::int64_t bytes, double us) {
   return static_cast<double>(bytes) / us * 1e-6;
-}
-
-/// TB/s, read and written, of a device copy of 2 GiB.
-double copy_tb_per_s(int replays, StreamRef stream) {
-  const std::int64_t bytes = std::int64_t{2} << 30;
-  const Buffer memory(2 * bytes, kCuda, default_allocator(kCuda));
-  const CallTimes times = time_calls(4, replays, stream, [&](int) {
-    copy_bytes(memory.data() + bytes, memory.data(), bytes, kCuda, stream);
-  });
-  return tb_per_s(2 * bytes, times.median_us);
 }
 
 /// Masters as bytes: normal values, repeated with a period that no row length divides.
@@ -255,7 +246,7 @@ void run_writeback_on_cuda(int argc, char** argv) {
   const Stream stream(kCuda);
   Table table({"workload", "shape", "dtype", "implementation", "planes", "fraction", "offset", "world_size",
                "bytes", "us_median", "us_min", "tb_per_s", "ratio_to_ceiling", "wrong_elements"});
-  const double copy_speed = copy_tb_per_s(options.replays, stream.ref());
+  const double copy_speed = copy_tb_per_s(kCuda, stream.ref());
   std::cout << "ceiling: device copy " << copy_speed << " TB/s\n";
   std::vector<Case> cases = all_cases();
   std::erase_if(cases, [&](const Case& chosen) { return chosen.elems() > options.max_elems; });
