@@ -142,19 +142,9 @@ struct HighPriorityStreamTraits {
   static void destroy(Handle stream) noexcept { cudaStreamDestroy(stream); }
 };
 
-bool is_capturing(cudaStream_t stream) {
-  cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
-  MXOPT_CUDA_CHECK(cudaStreamIsCapturing(stream, &status));
-  return status != cudaStreamCaptureStatusNone;
-}
-
-/// Queries an event that was not captured. It is no part of a capture that this or another thread has going
-/// on, and the relaxed mode keeps the runtime from ending that capture for it.
 bool has_passed(cudaEvent_t event) {
-  cudaStreamCaptureMode mode = cudaStreamCaptureModeRelaxed;
-  MXOPT_CUDA_CHECK(cudaThreadExchangeStreamCaptureMode(&mode));
+  const cuda::RelaxedCapture relaxed;
   const cudaError_t state = cudaEventQuery(event);
-  MXOPT_CUDA_CHECK(cudaThreadExchangeStreamCaptureMode(&mode));
   if (state == cudaErrorNotReady) return false;
   if (state != cudaSuccess) cuda::fail_call(state, "cudaEventQuery(event)");
   return true;
@@ -329,6 +319,7 @@ class NcclCommunicator::Engine {
   bool release() noexcept;
 
  private:
+  bool is_own_stream_captured() const { return is_capturing(device_, StreamRef(stream_.get())); }
   /// NCCL's own word on the communicator.
   ncclResult_t state() const { return comm_ == nullptr ? ncclSuccess : state_of(comm_); }
 
@@ -420,7 +411,7 @@ void NcclCommunicator::Engine::check_alive(const Call& call, double elapsed_ms) 
 
 void NcclCommunicator::Engine::check_no_group_and_no_capture(const Call& call) const {
   MXOPT_CHECK(open_ == nullptr, call.signature() << " between group_begin() and group_end()");
-  MXOPT_CHECK(!is_capturing(stream_.get()),
+  MXOPT_CHECK(!is_own_stream_captured(),
               call.signature() << " while calls of the communicator are being captured into a graph");
 }
 
@@ -440,8 +431,8 @@ std::shared_ptr<NcclCommunicator::Batch> NcclCommunicator::Engine::start(const C
   MXOPT_CHECK(!closed_, call.signature() << " after close()");
   const DeviceGuard guard(device_.index);
   const cudaStream_t stream = cuda::native(call.stream);
-  const bool captured = is_capturing(stream);
-  MXOPT_CHECK(captured || !is_capturing(stream_.get()),
+  const bool captured = is_capturing(device_, call.stream);
+  MXOPT_CHECK(captured || !is_own_stream_captured(),
               call.signature() << ": its stream is not being captured, but earlier calls of the communicator "
                                   "are; capture all or none");
   MXOPT_CHECK(open_ == nullptr || open_->calls == 0 || open_->captured == captured,

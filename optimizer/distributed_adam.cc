@@ -167,9 +167,9 @@ class DistributedAdam::Impl {
       const std::int64_t begin = std::max(segment->param_begin, flat_begin);
       const std::int64_t end = std::min(segment->param_begin + segment->elems, flat_begin + values.elems);
       if (begin < end) {
+        last_.join(stream);
         kernels_->load_master(master_of(*segment) + (begin - segment->param_begin),
                               values.sub(begin - flat_begin, end - begin), stream);
-        last_.join(stream);
         last_.record(stream);
       }
     }
@@ -308,7 +308,13 @@ class DistributedAdam::Impl {
     guarded(comm_, [&] { reports_.make_room(); });
     StepRecord record;
     record.lr = plan_.groups.groups[0].peak_lr;
-    return reports_.add(std::move(record), scalars_.memory().outcome, param_sync_.status(), Work(), stream);
+    return guarded(comm_, [&] {
+      last_.join(stream);
+      StepReport report =
+          reports_.add(std::move(record), scalars_.memory().outcome, param_sync_.status(), Work(), stream);
+      last_.record(stream);
+      return report;
+    });
   }
 
   ParamView wait_param(std::string_view name, Plane plane, StreamRef stream) {
@@ -444,8 +450,9 @@ class DistributedAdam::Impl {
     return options;
   }
 
-  /// What the user changed since the last step. A device has the rates of all steps to come, since the host
-  /// does not know which of them a step takes; on the host the next one is known and enough.
+  /// What the user changed since the last step. A device has a table of rates, of the whole schedule or of a
+  /// piece that is long enough, since the host does not know which step it will take; on the host the next
+  /// one is known and enough.
   void tell_changes(StreamRef stream) {
     if (is_taken_set_) scalars_.set_taken(steps_taken_, stream);
     if (!is_host() && !are_groups_changed_ && !is_taken_set_ && !is_next_rate_missing()) return;
@@ -514,10 +521,8 @@ class DistributedAdam::Impl {
     if (outcome.options_differ) {
       throw ContractError(
           "step: ranks hold different hyper-parameters or counts of taken steps, so the step was not taken; "
-          "every "
-          "rank must call set_lr, set_weight_decay, set_betas and set_steps_taken with the same values "
-          "before the "
-          "same step. This rank: " +
+          "every rank must call set_lr, set_weight_decay, set_betas and set_steps_taken with the same values "
+          "before the same step. This rank: " +
           option_fields().front().text);
     }
     if (outcome.is_rate_missing) {
@@ -528,11 +533,12 @@ class DistributedAdam::Impl {
     }
     const std::int64_t limit = config_.optimizer.max_consecutive_skips;
     if (limit > 0 && after.consecutive_skips >= limit) {
+      // A publish() since then has cleared the status bytes.
+      const std::vector<std::string>& names = record.nonfinite_gradient_params;
       throw ContractError("step: " + std::to_string(after.consecutive_skips) +
                           " steps in a row were skipped (optimizer.max_consecutive_skips is " +
-                          std::to_string(limit) +
-                          "); the last one because of a non-finite gradient of param '" +
-                          record.nonfinite_gradient_params.front() + "'");
+                          std::to_string(limit) + "); the last one because of a non-finite gradient" +
+                          (names.empty() ? "" : " of param '" + names.front() + "'"));
     }
   }
 

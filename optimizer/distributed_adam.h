@@ -2,9 +2,9 @@
 // itself.
 //
 // One object per rank, used by one thread. Calls marked collective must be made by every rank of the
-// communicator, in the same order. All memory is allocated in the constructor; pointers handed out stay valid
-// and unchanged until the object is destroyed. A call that fails before its first message changes nothing on
-// any rank.
+// communicator, in the same order. All memory is allocated in the constructor, but for a copy that
+// set_initial() makes of bf16 values on a device; pointers handed out stay valid and unchanged until the
+// object is destroyed. A call that fails before its first message changes nothing on any rank.
 #pragma once
 
 #include <cstdint>
@@ -101,7 +101,8 @@ class DistributedAdam {
 
   /// Collective: one optimizer step, or a skip on every rank. See StepRecord.
   /// Throws ContractError on every rank when a param was never published, when ranks hold different
-  /// hyper-parameters, or when optimizer.max_consecutive_skips is reached.
+  /// hyper-parameters, or when optimizer.max_consecutive_skips is reached. On a device the last two
+  /// are found out later: they are thrown when the report is read, and by the call 8 steps on.
   /// On a device a step may be captured in a CUDA graph, when one was made before and is complete, and the
   /// transport can be captured: learning rates, loss scale and counters are in device memory and go on with
   /// each replay.

@@ -1,5 +1,5 @@
-// What the CUDA files of every layer share: the check of runtime calls, the device guard, owning handles,
-// pinned memory.
+// What the CUDA files of every layer share: the check of runtime calls, the device guard, queries during a
+// capture, owning handles.
 //
 // Handles are move-only, belong to the device they were made on, and are used by one thread at a time.
 #pragma once
@@ -35,6 +35,19 @@ class DeviceGuard {
 
  private:
   int former_ = -1;  // -1: nothing to restore
+};
+
+/// Lets this thread ask for events of other streams while it captures one; CUDA would end the capture
+/// otherwise.
+class RelaxedCapture {
+ public:
+  RelaxedCapture() { MXOPT_CUDA_CHECK(cudaThreadExchangeStreamCaptureMode(&mode_)); }
+  ~RelaxedCapture() { cudaThreadExchangeStreamCaptureMode(&mode_); }
+  RelaxedCapture(const RelaxedCapture&) = delete;
+  RelaxedCapture& operator=(const RelaxedCapture&) = delete;
+
+ private:
+  cudaStreamCaptureMode mode_ = cudaStreamCaptureModeRelaxed;
 };
 
 inline cudaStream_t native(StreamRef stream) {

@@ -47,19 +47,6 @@ class PinnedAllocator final : public Allocator {
   int device_;
 };
 
-/// Lets this thread ask for events of other streams while it captures one; CUDA would end the capture
-/// otherwise.
-class RelaxedCapture {
- public:
-  RelaxedCapture() { MXOPT_CUDA_CHECK(cudaThreadExchangeStreamCaptureMode(&mode_)); }
-  ~RelaxedCapture() { cudaThreadExchangeStreamCaptureMode(&mode_); }
-  RelaxedCapture(const RelaxedCapture&) = delete;
-  RelaxedCapture& operator=(const RelaxedCapture&) = delete;
-
- private:
-  cudaStreamCaptureMode mode_ = cudaStreamCaptureModeRelaxed;
-};
-
 class CudaEvent final : public Event::State {
  public:
   explicit CudaEvent(int device) : event_(device) {}

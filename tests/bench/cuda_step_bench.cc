@@ -12,7 +12,6 @@
 //   differ from the
 //             reference after one update
 #include <cstdint>
-#include <exception>
 #include <iostream>
 #include <memory>
 #include <random>
@@ -20,6 +19,7 @@
 #include <vector>
 
 #include "bench/cuda_timer.h"
+#include "bench/first_step.h"
 #include "bench/table.h"
 #include "support/reference_adam.h"
 #include "support/reference_mxfp8.h"
@@ -39,18 +39,6 @@ struct Workload {
   std::vector<std::vector<std::int64_t>> shapes;
   int world_size = 1;
 };
-
-AdamScalars first_step_scalars(const reference::AdamSettings& s) {
-  AdamScalars scalars;
-  scalars.beta1 = static_cast<float>(s.beta1);
-  scalars.beta2 = static_cast<float>(s.beta2);
-  scalars.omb1 = scalars.bc1 = static_cast<float>(1 - s.beta1);
-  scalars.omb2 = scalars.bc2 = static_cast<float>(1 - s.beta2);
-  scalars.eps = static_cast<float>(s.eps);
-  scalars.lr = static_cast<float>(s.lr);
-  scalars.weight_decay = static_cast<float>(s.weight_decay);
-  return scalars;
-}
 
 std::vector<ParamSpec> specs_of(const Workload& workload, Storage storage) {
   std::vector<ParamSpec> specs;
@@ -219,7 +207,7 @@ void run(int argc, char** argv) {
   const double ceiling = bench::copy_tb_per_s(kDevice, stream.ref());
   std::cout << "ceiling: " << ceiling << " TB/s, a copy of 2 GiB on the device, read and written\n";
   const reference::AdamSettings settings;
-  const std::vector<AdamScalars> host_scalars = {first_step_scalars(settings)};
+  const std::vector<AdamScalars> host_scalars = {bench::first_step_scalars(settings)};
   const Buffer memory(sizeof(AdamScalars), kDevice, default_allocator(kDevice));
   copy_bytes(memory.data(), host_scalars.data(), sizeof(AdamScalars), kDevice, stream.ref());
   const std::span<const AdamScalars> scalars(reinterpret_cast<const AdamScalars*>(memory.data()), 1);
@@ -257,11 +245,5 @@ void run(int argc, char** argv) {
 }  // namespace
 
 int main(int argc, char** argv) {
-  try {
-    run(argc, argv);
-  } catch (const std::exception& error) {
-    std::cerr << "cuda_step_bench: " << error.what() << '\n';
-    return 1;
-  }
-  return 0;
+  return mxopt::bench::run_program("cuda_step_bench", run, argc, argv);
 }

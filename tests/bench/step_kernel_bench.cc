@@ -11,12 +11,12 @@
 //           per element with fp32 gradients, two less with bf16; statistics: the gradient read
 //   wrong   masters, moments and plane bytes of one band that differ from the reference after the first step
 #include <cstdint>
-#include <exception>
 #include <iostream>
 #include <random>
 #include <string>
 #include <vector>
 
+#include "bench/first_step.h"
 #include "bench/host_ceiling.h"
 #include "bench/table.h"
 #include "support/reference_adam.h"
@@ -40,18 +40,6 @@ struct Case {
   DType grad_dtype;
   bool quarter;
 };
-
-AdamScalars first_step_scalars(const reference::AdamSettings& s) {
-  AdamScalars scalars;
-  scalars.beta1 = static_cast<float>(s.beta1);
-  scalars.beta2 = static_cast<float>(s.beta2);
-  scalars.omb1 = scalars.bc1 = static_cast<float>(1 - s.beta1);
-  scalars.omb2 = scalars.bc2 = static_cast<float>(1 - s.beta2);
-  scalars.eps = static_cast<float>(s.eps);
-  scalars.lr = static_cast<float>(s.lr);
-  scalars.weight_decay = static_cast<float>(s.weight_decay);
-  return scalars;
-}
 
 /// One rank's piece of one param, with everything the kernels touch.
 class Piece {
@@ -146,7 +134,7 @@ void run(int argc, char** argv) {
   for (float& value : grads) value = normal(random);
 
   const reference::AdamSettings settings;
-  const std::vector<AdamScalars> scalars = {first_step_scalars(settings)};
+  const std::vector<AdamScalars> scalars = {bench::first_step_scalars(settings)};
   bench::Table table({"phase", "storage", "grads", "range", "threads", "bytes", "min_ms", "p50_ms", "GB/s",
                       "copy_GB/s", "ratio", "wrong"});
   for (const int threads : bench::thread_counts()) {
@@ -184,11 +172,5 @@ void run(int argc, char** argv) {
 }  // namespace
 
 int main(int argc, char** argv) {
-  try {
-    run(argc, argv);
-  } catch (const std::exception& error) {
-    std::cerr << "step_kernel_bench: " << error.what() << '\n';
-    return 1;
-  }
-  return 0;
+  return mxopt::bench::run_program("step_kernel_bench", run, argc, argv);
 }

@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <chrono>
 #include <cstdint>
+#include <exception>
 #include <fstream>
 #include <iomanip>
 #include <iostream>
@@ -100,6 +101,18 @@ inline std::string option(int argc, char** argv, const std::string& name, const 
     if (argv[i] == name) return argv[i + 1];
   }
   return otherwise;
+}
+
+/// main() of a benchmark: run(argc, argv), with an error on the error stream and exit status 1.
+template <class Run>
+int run_program(const char* name, const Run& run, int argc, char** argv) {
+  try {
+    run(argc, argv);
+  } catch (const std::exception& error) {
+    std::cerr << name << ": " << error.what() << '\n';
+    return 1;
+  }
+  return 0;
 }
 
 }  // namespace mxopt::bench

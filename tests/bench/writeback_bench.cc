@@ -11,7 +11,6 @@
 //   wrong   bytes of planes and scales that differ from the reference, in the first whole band of the range
 // Masters are larger than the caches at the default size; nothing is flushed.
 #include <cstdint>
-#include <exception>
 #include <iostream>
 #include <random>
 #include <stdexcept>
@@ -159,23 +158,17 @@ void run(int argc, char** argv) {
   if (!json.empty()) table.write_json(json);
 }
 
+void run_on_device(int argc, char** argv) {
+  const std::string device = bench::option(argc, argv, "--device", "host");
+  if (device == "host") return run(argc, argv);
+#if MXOPT_WITH_CUDA
+  if (device == "cuda") return bench::run_writeback_on_cuda(argc, argv);
+#endif
+  throw std::invalid_argument("--device " + device + " is none of this build's");
+}
+
 }  // namespace
 
 int main(int argc, char** argv) {
-  try {
-    const std::string device = mxopt::bench::option(argc, argv, "--device", "host");
-    if (device == "host") {
-      run(argc, argv);
-#if MXOPT_WITH_CUDA
-    } else if (device == "cuda") {
-      mxopt::bench::run_writeback_on_cuda(argc, argv);
-#endif
-    } else {
-      throw std::invalid_argument("--device " + device + " is none of this build's");
-    }
-  } catch (const std::exception& error) {
-    std::cerr << "writeback_bench: " << error.what() << '\n';
-    return 1;
-  }
-  return 0;
+  return mxopt::bench::run_program("writeback_bench", run_on_device, argc, argv);
 }
