@@ -30,6 +30,7 @@ constexpr int kAmaxBlocks = 8;
 constexpr int kCastBlocks = 6;
 /// Bytes of a scale array that one block of threads clears or copies.
 constexpr std::int64_t kPieceBytes = 16 << 10;
+constexpr int kPieceVectors = static_cast<int>(kPieceBytes) / (kVectorBytes * kThreads);
 constexpr std::int64_t kMaxGrid = std::numeric_limits<std::int32_t>::max();
 
 /// How a lane holds one row of a tile.
@@ -90,7 +91,6 @@ struct CopyPiece {
 struct Table {
   std::int32_t entries = 0;
   std::int32_t tiles = 0;
-  std::int32_t late = 0;  // of the tiles, the last ones, which are taken up first
   std::int32_t zeros = 0;
   std::int32_t copies = 0;
   const std::int32_t* first_tiles = nullptr;  // [entries]
@@ -110,17 +110,15 @@ struct CastArgs {
   std::int64_t* nonfinite;  // may be null
 };
 
-__device__ __forceinline__ void prefetch(std::uintptr_t address) {
-  asm volatile("prefetch.global.L2 [%0];" ::"l"(address));
+/// Brings an entry into the second-level cache. By two threads: each request is served alone.
+__device__ __forceinline__ void prefetch(const Entry* entry) {
+  if (threadIdx.x < 2) {
+    const char* half = reinterpret_cast<const char*>(entry) + threadIdx.x * (sizeof(Entry) - 1);
+    asm volatile("prefetch.global.L2 [%0];" ::"l"(half));
+  }
 }
 
 // Device: where a thread is.
-
-/// Work is taken up in the order of blocks. The tiles at the end of the last shard are the slowest, where it
-/// ends inside of a band: they come first, so that nobody waits for them alone.
-__device__ __forceinline__ int tile_of_item(const Table& table, int item) {
-  return item < table.late ? table.tiles - table.late + item : item - table.late;
-}
 
 /// The entry that a tile belongs to: the last one that begins at it or before it. Each warp looks at 32
 /// places at a time, so that one step finds it among 32 entries and three among 32,768. All 32 lanes call.
@@ -273,16 +271,28 @@ __device__ __forceinline__ uint4 shifted(uint4 low, uint4 high, std::uint32_t sh
   return bytes_from(low, high, sizeof(Master) == 4 ? shift & ~3u : shift);
 }
 
+/// The vector of another lane. All 32 lanes call.
+__device__ __forceinline__ uint4 from_lane(uint4 vector, unsigned lane) {
+  constexpr unsigned kAll = 0xFFFFFFFFu;
+  return make_uint4(__shfl_sync(kAll, vector.x, lane), __shfl_sync(kAll, vector.y, lane),
+                    __shfl_sync(kAll, vector.z, lane), __shfl_sync(kAll, vector.w, lane));
+}
+
+/// The last lane of a tile that has columns inside the matrix.
+template <class Master>
+__device__ __forceinline__ int last_lane(const Entry& entry, const Place& place) {
+  const std::int64_t cols = min(std::int64_t{Lanes<Master>::kTileCols}, entry.cols - place.tile_col);
+  return static_cast<int>(cols) / Lanes<Master>::kElems - 1;
+}
+
 /// Calls consume(group, i, vector, owned) for the lane's run of each row in order, row group + i of the warp;
 /// group is a multiple of 4, i known to the compiler, and elements that are not owned are 0. The loads of a
-/// tile, or of half a tile where each run takes two, are issued before prepare() and the first use; the other
-/// half is on its way to the second-level cache by then.
+/// tile are issued before prepare() and the first use.
 ///
 /// Why: rows are a multiple of 64 bytes apart, so masters that do not start at a multiple of 16 bytes are off
-/// by the same number of bytes everywhere. Then a lane loads the two aligned vectors that cover its run and
-/// shifts its 16 bytes out of them. The second vector is the neighbour's first: it costs no memory traffic,
-/// only a second look into the first-level cache, which at full speed is busy for a quarter of the time. Only
-/// where those vectors reach outside of the shard are elements loaded one by one.
+/// by the same number of bytes everywhere. Then a lane loads the aligned vector that its run begins in, and
+/// gets the one behind it from its neighbour. For the last lane, lane i has loaded that of row i. Only where
+/// those vectors reach outside of the shard are elements loaded one by one.
 template <class Master, Reading kReading, class Prepare, class Consume>
 __device__ __forceinline__ void for_each_row(const Entry& entry, const Place& place, const Prepare& prepare,
                                              const Consume& consume) {
@@ -302,25 +312,20 @@ __device__ __forceinline__ void for_each_row(const Entry& entry, const Place& pl
 #pragma unroll
       for (int i = 0; i < kWarpRows; ++i) consume(0, i, rows[i], owned);
     } else {
+      const int last = last_lane<Master>(entry, place);
+      const std::uintptr_t behind_last =
+          address + (last + 1 - static_cast<int>(place.lane)) * kVectorBytes + place.lane * pitch;
+      const uint4 behind = place.lane < kWarpRows ? load_vector(behind_last) : none;
+      uint4 low[kWarpRows];
 #pragma unroll
-      for (int i = kGroupRows; i < kWarpRows; ++i) {
-        if (place.active) prefetch(address + i * pitch);
-      }
+      for (int i = 0; i < kWarpRows; ++i) low[i] = place.active ? load_vector(address + i * pitch) : none;
+      prepare();
 #pragma unroll
-      for (int group = 0; group < kWarpRows; group += kGroupRows) {
-        uint4 low[kGroupRows];
-        uint4 high[kGroupRows];
-#pragma unroll
-        for (int i = 0; i < kGroupRows; ++i) {
-          const std::uintptr_t from = address + (group + i) * pitch;
-          low[i] = place.active ? load_vector(from) : none;
-          high[i] = place.active ? load_vector(from + kVectorBytes) : none;
-        }
-        if (group == 0) prepare();
-#pragma unroll
-        for (int i = 0; i < kGroupRows; ++i) {
-          consume(group, i, shifted<Master>(low[i], high[i], shift), owned);
-        }
+      for (int i = 0; i < kWarpRows; ++i) {
+        const uint4 next = from_lane(low[i], (place.lane + 1) % 32);
+        const uint4 end = from_lane(behind, i);
+        const uint4 high = static_cast<int>(place.lane) == last ? end : next;
+        consume(0, i, shifted<Master>(low[i], high, shift), owned);
       }
     }
   } else {
@@ -486,25 +491,23 @@ __global__ __launch_bounds__(kThreads,
     clear_piece(args.packed + piece.offset, piece.bytes);
     return;
   }
-  const int tile = tile_of_item(args.table, item);
-  const Entry* at = args.table.entry + entry_of_tile(args.table, tile, threadIdx.x % 32);
-  prefetch(reinterpret_cast<std::uintptr_t>(at));
-  prefetch(reinterpret_cast<std::uintptr_t>(at + 1) - 1);
+  const Entry* at = args.table.entry + entry_of_tile(args.table, item, threadIdx.x % 32);
+  prefetch(at);
   wait_for_former_launches(at);
   const Entry entry = *global(at);
   switch (entry.kind) {
     case kRowFp32:
-      return amax_tile<float, true, false>(at, entry, tile, args.packed, columns);
+      return amax_tile<float, true, false>(at, entry, item, args.packed, columns);
     case kColumnFp32:
-      return amax_tile<float, false, true>(at, entry, tile, args.packed, columns);
+      return amax_tile<float, false, true>(at, entry, item, args.packed, columns);
     case kBothFp32:
-      return amax_tile<float, true, true>(at, entry, tile, args.packed, columns);
+      return amax_tile<float, true, true>(at, entry, item, args.packed, columns);
     case kRowBf16:
-      return amax_tile<Bf16, true, false>(at, entry, tile, args.packed, columns);
+      return amax_tile<Bf16, true, false>(at, entry, item, args.packed, columns);
     case kColumnBf16:
-      return amax_tile<Bf16, false, true>(at, entry, tile, args.packed, columns);
+      return amax_tile<Bf16, false, true>(at, entry, item, args.packed, columns);
     case kBothBf16:
-      return amax_tile<Bf16, true, true>(at, entry, tile, args.packed, columns);
+      return amax_tile<Bf16, true, true>(at, entry, item, args.packed, columns);
   }
 }
 
@@ -665,9 +668,17 @@ __device__ __forceinline__ void copy_piece(const std::uint8_t* from, std::uint8_
   if ((reinterpret_cast<std::uintptr_t>(from) | reinterpret_cast<std::uintptr_t>(to) | bytes) %
           kVectorBytes ==
       0) {
-#pragma unroll 8
-    for (std::int64_t i = threadIdx.x; i < bytes / kVectorBytes; i += kThreads) {
-      global(reinterpret_cast<uint4*>(to))[i] = global(reinterpret_cast<const uint4*>(from))[i];
+    const int count = static_cast<int>(bytes) / kVectorBytes;
+    uint4 vectors[kPieceVectors];  // all on their way before the first is stored
+#pragma unroll
+    for (int k = 0; k < kPieceVectors; ++k) {
+      const int i = static_cast<int>(threadIdx.x) + k * kThreads;
+      if (i < count) vectors[k] = global(reinterpret_cast<const uint4*>(from))[i];
+    }
+#pragma unroll
+    for (int k = 0; k < kPieceVectors; ++k) {
+      const int i = static_cast<int>(threadIdx.x) + k * kThreads;
+      if (i < count) global(reinterpret_cast<uint4*>(to))[i] = vectors[k];
     }
   } else {
     for (std::int64_t i = threadIdx.x; i < bytes; i += kThreads) to[i] = from[i];
@@ -685,25 +696,23 @@ __global__ __launch_bounds__(kThreads,
     copy_piece(args.packed + piece.offset, piece.to, piece.bytes);
     return;
   }
-  const int tile = tile_of_item(args.table, item);
-  const Entry* at = args.table.entry + entry_of_tile(args.table, tile, threadIdx.x % 32);
-  prefetch(reinterpret_cast<std::uintptr_t>(at));
-  prefetch(reinterpret_cast<std::uintptr_t>(at + 1) - 1);
+  const Entry* at = args.table.entry + entry_of_tile(args.table, item, threadIdx.x % 32);
+  prefetch(at);
   wait_for_former_launches(at);
   const Entry entry = *global(at);
   switch (entry.kind) {
     case kRowFp32:
-      return cast_tile<float, true, false>(at, entry, tile, args.packed, args.nonfinite);
+      return cast_tile<float, true, false>(at, entry, item, args.packed, args.nonfinite);
     case kColumnFp32:
-      return cast_tile<float, false, true>(at, entry, tile, args.packed, args.nonfinite);
+      return cast_tile<float, false, true>(at, entry, item, args.packed, args.nonfinite);
     case kBothFp32:
-      return cast_tile<float, true, true>(at, entry, tile, args.packed, args.nonfinite);
+      return cast_tile<float, true, true>(at, entry, item, args.packed, args.nonfinite);
     case kRowBf16:
-      return cast_tile<Bf16, true, false>(at, entry, tile, args.packed, args.nonfinite);
+      return cast_tile<Bf16, true, false>(at, entry, item, args.packed, args.nonfinite);
     case kColumnBf16:
-      return cast_tile<Bf16, false, true>(at, entry, tile, args.packed, args.nonfinite);
+      return cast_tile<Bf16, false, true>(at, entry, item, args.packed, args.nonfinite);
     case kBothBf16:
-      return cast_tile<Bf16, true, true>(at, entry, tile, args.packed, args.nonfinite);
+      return cast_tile<Bf16, true, true>(at, entry, item, args.packed, args.nonfinite);
   }
 }
 
@@ -786,7 +795,6 @@ class TableBuilder {
     Table table;
     table.entries = static_cast<std::int32_t>(entries_.size());
     table.tiles = static_cast<std::int32_t>(tiles_);
-    table.late = static_cast<std::int32_t>(late_);
     table.zeros = static_cast<std::int32_t>(zeros_.size());
     table.copies = static_cast<std::int32_t>(copies_.size());
     table.entry = reinterpret_cast<const Entry*>(data);
@@ -883,8 +891,6 @@ class TableBuilder {
     entries_.push_back(entry);
     first_tiles_.push_back(entry.first_tile);
     tiles_ += (end_group - first_group) * group_bands * tiles_across;
-    const bool is_cut = end % (group_bands * kBlockElems * weight.cols) != 0;
-    late_ = is_cut ? group_bands * tiles_across : 0;
   }
 
   /// Where element 0 of the plane would be in the fragment or is in the plane.
@@ -923,7 +929,6 @@ class TableBuilder {
 
   std::int64_t packed_bytes_ = 0;
   std::int64_t tiles_ = 0;
-  std::int64_t late_ = 0;
   std::vector<std::int32_t> first_tiles_;
   std::vector<Entry> entries_;
   std::vector<ZeroPiece> zeros_;
