@@ -32,11 +32,11 @@
 #include "bench/cuda_timer.h"
 #include "bench/first_step.h"
 #include "bench/param_lists.h"
+#include "bench/random_values.h"
 #include "bench/table.h"
 
 #include "mxopt/collectives/self_communicator.h"
 #include "mxopt/optimizer/step_tables.h"
-#include "mxopt/params/bf16.h"
 
 namespace {
 
@@ -61,37 +61,6 @@ LayoutOptions layout_options(int world_size) {
   return options;
 }
 
-/// Random values on the device, to be copied from.
-class RandomValues {
- public:
-  RandomValues(DType dtype, bool half_are_zero, StreamRef stream) : dtype_(dtype) {
-    std::mt19937 random(1);
-    std::normal_distribution<float> normal(0.0f, 0.02f);
-    std::vector<float> values((1 << 20) + 77);
-    for (float& value : values) value = half_are_zero && random() % 2 == 0 ? 0.0f : normal(random);
-    std::vector<Bf16> rounded;
-    for (const float value : values) rounded.push_back(fp32_to_bf16(value));
-    elems_ = static_cast<std::int64_t>(values.size());
-    memory_ = Buffer(elems_ * dtype_bytes(dtype), kDevice, default_allocator(kDevice));
-    copy_bytes(memory_.data(),
-               dtype == DType::kFp32 ? static_cast<const void*>(values.data()) : rounded.data(),
-               memory_.bytes(), kDevice, stream);
-    synchronize(kDevice, stream);
-  }
-
-  void copy_to(void* to, std::int64_t elems, StreamRef stream) const {
-    for (std::int64_t begin = 0; begin < elems; begin += elems_) {
-      copy_bytes(static_cast<std::uint8_t*>(to) + begin * dtype_bytes(dtype_), memory_.data(),
-                 std::min(elems_, elems - begin) * dtype_bytes(dtype_), kDevice, stream);
-    }
-  }
-
- private:
-  DType dtype_;
-  std::int64_t elems_ = 0;
-  Buffer memory_;
-};
-
 /// What one rank of a workload's world holds, filled with random values.
 class RankWork {
  public:
@@ -106,8 +75,9 @@ class RankWork {
         tables_(
             make_step_tables(layout_, storage_, sync_, std::vector<int>(layout_.params().size(), 0), rank_)),
         kernels_(StepKernels::make(tables_, kDevice)) {
-    const RandomValues masters(DType::kFp32, false, stream);
-    const RandomValues grads(grad_dtype, workload.zeros == ZeroGrads::kHalfOfElements, stream);
+    const bench::RandomValues masters(DType::kFp32, 0, kDevice, stream);
+    const bench::RandomValues grads(grad_dtype, workload.zeros == ZeroGrads::kHalfOfElements ? 0.5 : 0,
+                                    kDevice, stream);
     std::mt19937 random(2);
     for (const SegmentRow& row : tables_.segments) {
       masters.copy_to(row.master, row.elems, stream);

@@ -105,8 +105,9 @@ inline RunFacts facts_of_run(int argc, char** argv, Device device) {
 }
 
 /// The rows of a program on one device, with the ceiling measured now.
-inline Measurements start_measurements(int argc, char** argv, Device device, StreamRef stream) {
-  return {facts_of_run(argc, argv, device), measure_ceiling(device, stream), 2 * kCeilingBytes};
+inline Measurements start_measurements(int argc, char** argv, Device device, StreamRef stream,
+                                       bool prints = true) {
+  return {facts_of_run(argc, argv, device), measure_ceiling(device, stream), 2 * kCeilingBytes, prints};
 }
 
 /// To the file that --json names, if any.

@@ -50,11 +50,16 @@ struct Measurement {
 class Measurements {
  public:
   /// ceiling  the time of a copy of `ceiling_bytes` bytes, read and written: the first row.
-  Measurements(RunFacts facts, const Times& ceiling, std::int64_t ceiling_bytes)
-      : facts_(std::move(facts)), ceiling_tb_per_s_(gb_per_s(ceiling_bytes, ceiling.p50_ms) / 1000) {
-    std::cout << facts_.command << "\n"
-              << facts_.card << ", driver " << facts_.driver << ", CUDA " << facts_.cuda << ", commit "
-              << facts_.commit << ", " << facts_.date << "\n";
+  /// prints   false on all ranks but one.
+  Measurements(RunFacts facts, const Times& ceiling, std::int64_t ceiling_bytes, bool prints = true)
+      : facts_(std::move(facts)),
+        ceiling_tb_per_s_(gb_per_s(ceiling_bytes, ceiling.p50_ms) / 1000),
+        prints_(prints) {
+    if (prints_) {
+      std::cout << facts_.command << "\n"
+                << facts_.card << ", driver " << facts_.driver << ", CUDA " << facts_.cuda << ", commit "
+                << facts_.commit << ", " << facts_.date << "\n";
+    }
     Measurement copy{.workload = "ceiling", .phase = "copy", .shape = "2 GiB", .dtype = "uint8"};
     copy.implementation = "cudaMemcpyAsync";
     copy.planes = "-";
@@ -155,7 +160,8 @@ class Measurements {
   }
 
   template <class Cell>
-  static void print(const Cell& cell) {
+  void print(const Cell& cell) const {
+    if (!prints_) return;
     for (const Column& column : kColumns)
       std::cout << std::left << std::setw(column.width) << cell(column) << ' ';
     std::cout << std::endl;
@@ -163,6 +169,7 @@ class Measurements {
 
   RunFacts facts_;
   double ceiling_tb_per_s_;
+  bool prints_;
   std::vector<nlohmann::ordered_json> rows_;
 };
 
