@@ -14,18 +14,23 @@
 //             (row) or 30 (both) per element with fp32 gradients, two less with bf16. cut bands: their
 //             masters read, their column bytes written. stats: the gradient read. The scales, a byte for 32
 //             elements and plane, are not counted.
-//   memory    sets of params that together are larger than 256 MB (at most 64 sets) are used in turn; 160x96
-//             stays in the second-level cache all the same
+//   times     between two events around each call; where a call's memory is smaller than 256 MB, of replays
+//   of
+//             a graph of calls that use several sets of params in turn, together larger than that (at most 64
+//             sets: one 160x96 stays in the second-level cache all the same)
 //   wrong     update, cut bands: see band_check.h, after one update. stats: limbs of the sum that differ from
 //             those of the host, for up to 300 million elements; else it is not compared
 #include <algorithm>
+#include <cmath>
 #include <cstdint>
 #include <iostream>
 #include <memory>
 #include <optional>
 #include <random>
+#include <span>
 #include <stdexcept>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "bench/band_check.h"
@@ -45,6 +50,7 @@ using namespace mxopt;
 constexpr Device kDevice{DeviceKind::kCuda, 0};
 constexpr std::int64_t kRotatedBytes = 256 << 20;
 constexpr std::int64_t kMaxSets = 64;
+constexpr int kCallsAtLeast = 24;
 constexpr std::int64_t kMostComparedElems = 300'000'000;
 
 enum class ZeroGrads { kNone, kHalfOfRows, kHalfOfElements, kAll };
@@ -170,9 +176,11 @@ std::vector<Workload> workloads(const std::string& which) {
     }
   }
   if (wants("small")) all.push_back({bench::many_small(300)});
-  for (const int world_size : {1, 2, 8, 64}) {
-    if (wants("8b")) all.push_back({bench::llama_8b(), world_size});
-    if (wants("70b")) all.push_back({bench::llama_70b(), world_size});
+  for (const auto& [name, list] : std::vector<std::pair<const char*, bench::ParamList>>{
+           {"8b", bench::llama_8b()}, {"70b", bench::llama_70b()}}) {
+    for (const int world_size : {1, 2, 8, 64}) {
+      if (wants(name)) all.push_back({list, world_size});
+    }
   }
   if (wants("odd")) all.push_back({bench::odd_shapes(), 32});
   if (wants("zeros")) {
@@ -213,6 +221,12 @@ void run_workload(const Workload& workload, Storage storage, DType grad_dtype, i
     return sets[static_cast<std::size_t>(call) % sets.size()]->kernels();
   };
 
+  const auto measure = [&](const auto& call) {
+    if (sets.size() == 1) return bench::measure_on_device(repeats, stream, call);
+    return bench::measure_calls(std::max(static_cast<int>(sets.size()), kCallsAtLeast), repeats, stream,
+                                call);
+  };
+
   bench::Measurement row{.workload = workload.list.name,
                          .shape = workload.list.shape_name(),
                          .dtype = std::string(dtype_name(grad_dtype)),
@@ -233,10 +247,10 @@ void run_workload(const Workload& workload, Storage storage, DType grad_dtype, i
   kernels(0).cast_cut_bands(false, nullptr, stream);
   const std::int64_t wrong = check.count_wrong(reference::AdamSettings());
   const auto update = [&](int call) { kernels(call).fused_update(scalars, nullptr, stream); };
-  add("update", update_bytes, bench::measure_on_device(repeats, stream, update), wrong);
+  add("update", update_bytes, measure(update), wrong);
   if (first.cut_elems() > 0 && is_both) {
     const auto cast = [&](int call) { kernels(call).cast_cut_bands(false, nullptr, stream); };
-    add("cut bands", 5 * first.cut_elems(), bench::measure_on_device(repeats, stream, cast), wrong);
+    add("cut bands", 5 * first.cut_elems(), measure(cast), wrong);
   }
   if (is_both || workload.zeros != ZeroGrads::kNone) return;
 
@@ -251,8 +265,7 @@ void run_workload(const Workload& workload, Storage storage, DType grad_dtype, i
     wrong_words = first.count_wrong_statistics(got);
   }
   const auto stats = [&](int call) { kernels(call).grad_stats(statistics, stream); };
-  add("stats", first.elems() * dtype_bytes(grad_dtype), bench::measure_on_device(repeats, stream, stats),
-      wrong_words);
+  add("stats", first.elems() * dtype_bytes(grad_dtype), measure(stats), wrong_words);
 }
 
 void run(int argc, char** argv) {

@@ -55,6 +55,32 @@ Times measure_on_device(int repeats, StreamRef stream, const Body& body) {
   return statistics(std::move(samples_ms));
 }
 
+/// Times of one call, from replays of a graph of `calls` calls: call(0), call(1) ... For those that are too
+/// short to be timed one by one.
+template <class Call>
+Times measure_calls(int calls, int replays, StreamRef stream, const Call& call) {
+  constexpr int kWarmUps = 2;
+  const cudaStream_t native = cuda::native(stream);
+  cudaGraph_t graph = nullptr;
+  cudaGraphExec_t exec = nullptr;
+  MXOPT_CUDA_CHECK(cudaStreamBeginCapture(native, cudaStreamCaptureModeThreadLocal));
+  for (int i = 0; i < calls; ++i) call(i);
+  MXOPT_CUDA_CHECK(cudaStreamEndCapture(native, &graph));
+  MXOPT_CUDA_CHECK(cudaGraphInstantiate(&exec, graph, 0));
+  TimedEvent begin, end;
+  std::vector<double> samples_ms;
+  for (int i = 0; i < kWarmUps + replays; ++i) {
+    begin.record(stream);
+    MXOPT_CUDA_CHECK(cudaGraphLaunch(exec, native));
+    end.record(stream);
+    MXOPT_CUDA_CHECK(cudaStreamSynchronize(native));
+    if (i >= kWarmUps) samples_ms.push_back(end.ms_since(begin) / calls);
+  }
+  MXOPT_CUDA_CHECK(cudaGraphExecDestroy(exec));
+  MXOPT_CUDA_CHECK(cudaGraphDestroy(graph));
+  return statistics(std::move(samples_ms));
+}
+
 inline constexpr std::int64_t kCeilingBytes = std::int64_t{1} << 31;
 
 /// Of a copy of kCeilingBytes on the device.

@@ -133,7 +133,8 @@ class Measurements {
     row["bytes"] = or_null(m.bytes);
     row["us_median"] = decimal(1000 * m.times.p50_ms, 3);
     row["us_min"] = decimal(1000 * m.times.min_ms, 3);
-    row["tb_per_s"] = row["ratio_to_ceiling"] = nullptr;
+    row["tb_per_s"] = nullptr;
+    row["ratio_to_ceiling"] = nullptr;
     if (m.bytes) {
       const double speed = gb_per_s(*m.bytes, m.times.p50_ms) / 1000;
       row["tb_per_s"] = decimal(speed, 4);

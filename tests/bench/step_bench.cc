@@ -8,14 +8,18 @@
 //            that the optimizer zeroes. small: 28 and 2,800 params of 160 x 96.
 //   phases   step: between two events on the trainer's stream around a call, the calls back to back, so that
 //            what is left to other streams by one step is waited for in the next. step synced: by the host's
-//            clock, with a wait for the stream in each. step host: by the host's clock, the call alone, while
-//            nothing else is queued. step replay: a captured step in a CUDA graph.
+//            clock, with a wait for the stream in each; zeroing goes on behind it, and does not count. step
+//            host: by the host's clock, the call alone, while nothing else is queued. step replay: a captured
+//            step in a CUDA graph.
 //   bytes    of the rank, of one step: gradients read twice (their norm, the update), master and moments read
 //            and written, plane bytes written; where the optimizer zeroes gradients, those. Scales and
 //            messages are not counted.
-//   wrong    see band_check.h, after the first step, its clip factor taken from the report; of all ranks
+//   wrong    see band_check.h, after the first step, its clip factor taken from the report; of all ranks. All
+//            ranks hold the same gradients, whose average is exact, and compared, where W is a power of two.
 //   launches kernels in the graph of a captured step, at W = 1. Copies and fills of memory are not among
 //   them. times    those of the slowest rank
+#include <algorithm>
+#include <bit>
 #include <chrono>
 #include <cstdint>
 #include <iostream>
@@ -128,9 +132,10 @@ class Training {
   }
 
   std::int64_t bytes_of_step(Storage storage) const {
-    const std::int64_t grad_bytes = dtype_bytes(grad_dtype_);
-    return owned_elems_ * (24 + (storage == Storage::kBoth ? 2 : 1) + 2 * grad_bytes) +
-           (grad_mode_ == GradMode::kAccumulate ? grad_elems_ * grad_bytes : 0);
+    return owned_elems_ * (24 + (storage == Storage::kBoth ? 2 : 1) + 2 * dtype_bytes(grad_dtype_));
+  }
+  std::int64_t bytes_of_zeroing() const {
+    return grad_mode_ == GradMode::kAccumulate ? grad_elems_ * dtype_bytes(grad_dtype_) : 0;
   }
 
   /// Makes the first step.
@@ -231,7 +236,8 @@ void run_variant(const Variant& variant, int repeats, const bench::World& world,
                          .planes = std::string(storage_name(variant.storage))};
   row.fraction = 1.0 / world.size();
   row.world_size = world.size();
-  row.wrong_elements = world.sum(training.count_wrong());
+  const std::int64_t wrong = world.sum(training.count_wrong());
+  if (std::has_single_bit(static_cast<unsigned>(world.size()))) row.wrong_elements = wrong;
   const auto add = [&](const char* phase, std::optional<std::int64_t> bytes, const bench::Times& times) {
     row.phase = phase;
     row.bytes = bytes;
@@ -247,11 +253,12 @@ void run_variant(const Variant& variant, int repeats, const bench::World& world,
     captured.emplace(training.opt(), stream);
     row.launches = captured->kernels();
   }
-  add("step", bytes, device);
+  const std::int64_t all_bytes = bytes + training.bytes_of_zeroing();
+  add("step", all_bytes, device);
   add("step synced", bytes, host.synced);
   add("step host", {}, host.call);
   if (!captured) return;
-  add("step replay", bytes,
+  add("step replay", all_bytes,
       bench::measure_on_device(repeats, stream, [&](int) { captured->replay(stream); }));
 }
 

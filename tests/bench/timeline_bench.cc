@@ -18,11 +18,13 @@
 //   wrong    gather: plane bytes that are not those of their owner, of all ranks; else not compared here
 //            (step_bench does)
 //   times    those of the slowest rank
+#include <algorithm>
 #include <cstdint>
 #include <functional>
 #include <iostream>
 #include <memory>
 #include <optional>
+#include <stdexcept>
 #include <string>
 #include <utility>
 #include <vector>

@@ -9,7 +9,6 @@
 #include <algorithm>
 #include <cstdint>
 #include <cstring>
-#include <functional>
 #include <iostream>
 #include <random>
 #include <span>
@@ -34,7 +33,6 @@ constexpr Device kCuda{DeviceKind::kCuda, 0};
 constexpr std::int64_t kRotatedBytes = 256 << 20;  // several times the second-level cache
 constexpr std::int64_t kMaxSets = 64;
 constexpr int kCallsAtLeast = 24;
-constexpr int kWarmUps = 2;
 
 struct Case {
   std::int64_t rows;
@@ -52,29 +50,6 @@ struct Case {
     return params == 1 ? shape : std::to_string(params) + " of " + shape;
   }
 };
-
-/// Times of one call, from replays of a graph of `calls` calls.
-Times time_calls(int calls, int replays, StreamRef stream, const std::function<void(int)>& call) {
-  const cudaStream_t native = cuda::native(stream);
-  cudaGraph_t graph = nullptr;
-  cudaGraphExec_t exec = nullptr;
-  MXOPT_CUDA_CHECK(cudaStreamBeginCapture(native, cudaStreamCaptureModeThreadLocal));
-  for (int i = 0; i < calls; ++i) call(i);
-  MXOPT_CUDA_CHECK(cudaStreamEndCapture(native, &graph));
-  MXOPT_CUDA_CHECK(cudaGraphInstantiate(&exec, graph, 0));
-  TimedEvent begin, end;
-  std::vector<double> samples_ms;
-  for (int i = 0; i < kWarmUps + replays; ++i) {
-    begin.record(stream);
-    MXOPT_CUDA_CHECK(cudaGraphLaunch(exec, native));
-    end.record(stream);
-    MXOPT_CUDA_CHECK(cudaStreamSynchronize(native));
-    if (i >= kWarmUps) samples_ms.push_back(end.ms_since(begin) / calls);
-  }
-  MXOPT_CUDA_CHECK(cudaGraphExecDestroy(exec));
-  MXOPT_CUDA_CHECK(cudaGraphDestroy(graph));
-  return statistics(std::move(samples_ms));
-}
 
 /// Masters as bytes: normal values, repeated with a period that no row length divides.
 std::vector<std::uint8_t> make_masters(DType dtype, std::int64_t elems) {
@@ -184,10 +159,10 @@ void run_case(const Case& chosen, const Options& options, const std::vector<std:
   const Buffer nonfinite(8, kCuda, default_allocator(kCuda));
   const int calls = std::max(static_cast<int>(count), kCallsAtLeast);
   const auto at = [&](int call) { return static_cast<std::size_t>(call) % sets.size(); };
-  const Times amax = time_calls(calls, options.replays, stream, [&](int i) {
+  const Times amax = measure_calls(calls, options.replays, stream, [&](int i) {
     batches[at(i)].partial_amax(sets[at(i)].packed.as<std::uint8_t>(), stream);
   });
-  const Times cast = time_calls(calls, options.replays, stream, [&](int i) {
+  const Times cast = measure_calls(calls, options.replays, stream, [&](int i) {
     batches[at(i)].partial_cast(sets[at(i)].packed.as<std::uint8_t>(), nonfinite.as<std::int64_t>(), stream);
   });
   Measurement row{.workload = "batch writeback",
