@@ -1,25 +1,23 @@
 // Speed of the passes of one step on a CUDA device, against a large copy measured in the same run.
 //
-//   cuda_step_bench [--repeats 15] [--workload all|shapes|small|8b|70b|odd|zeros] [--json FILE] [--commit
-//   TEXT]
+//   cuda_step_bench [--repeats 15] [--workload NAME] [--json FILE] [--commit TEXT]
 //
-//   workload  shapes: one matrix, all of it. small: 300 params of 160 x 96. 8b, 70b: the matrices of four
-//   layers
-//             of Llama-3-8B, of two of Llama-3-70B, one rank's work of W = 1, 2, 8, 64. odd: a list of which
-//             more than a fifth of the elements lies in bands that a shard boundary divides. zeros: gradients
-//             of which some are exactly zero and always were, as those of rows of an embedding that no token
-//             used: their moments are zero, and such operands take the long way through a division.
-//   rank      rank W / 2; of odd, the one whose share of cut bands is next to the mean
-//   phases    update: gradient read, master and both moments read and written, plane bytes written: 29 bytes
-//             (row) or 30 (both) per element with fp32 gradients, two less with bf16. cut bands: their
-//             masters read, their column bytes written. stats: the gradient read. The scales, a byte for 32
-//             elements and plane, are not counted.
-//   times     between two events around each call; where a call's memory is smaller than 256 MB, of replays
-//   of
-//             a graph of calls that use several sets of params in turn, together larger than that (at most 64
-//             sets: one 160x96 stays in the second-level cache all the same)
-//   wrong     update, cut bands: see band_check.h, after one update. stats: limbs of the sum that differ from
-//             those of the host, for up to 300 million elements; else it is not compared
+//   workload  all, or shapes: one matrix, all of it. small: 300 params of 160 x 96. 8b, 70b: the matrices
+//             of four layers of Llama-3-8B, of two of Llama-3-70B, one rank's work of W = 1, 2, 8, 64.
+//             odd: a list of which more than a fifth of the elements lies in bands that a shard boundary
+//             divides. zeros: gradients of which some are exactly zero and always were, as those of rows
+//             of an embedding that no token used: their moments are zero, and such operands take the long
+//             way through a division.
+//   rank      rank W / 2; of odd, the one whose share of cut bands is next to the mean.
+//   phases    update: gradient read, master and both moments read and written, plane bytes written: 29
+//             bytes (row) or 30 (both) per element with fp32 gradients, two less with bf16. cut bands:
+//             their masters read, their column bytes written. stats: the gradient read. Scales, a byte
+//             for 32 elements and plane, are not counted.
+//   times     between two events around each call; where a call's memory is smaller than 256 MB, of
+//             replays of a graph of calls that use several sets of params in turn, together larger than
+//             that (at most 64 sets: one 160x96 stays in the second-level cache all the same).
+//   wrong     update, cut bands: see band_check.h, after one update. stats: limbs of the sum that differ
+//             from those of the host, for up to 300 million elements; else it is not compared.
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
@@ -192,7 +190,9 @@ std::vector<Workload> workloads(const std::string& which) {
       all.push_back({{name, {{32768, 4096}}}, 1, zeros});
     }
   }
-  if (all.empty()) throw std::invalid_argument("--workload " + which + " is none of those above");
+  if (all.empty())
+    throw std::invalid_argument("--workload " + which +
+                                "; allowed are all, shapes, small, 8b, 70b, odd, zeros");
   return all;
 }
 

@@ -2,22 +2,23 @@
 //
 //   step_bench [--repeats 20] [--list all|8b|small] [--json FILE] [--commit TEXT]
 //
-//   list     8b: the matrices of four layers of Llama-3-8B, 872 million elements, with every mix of planes
-//   and
-//            type of gradients, with and without clipping, and with gradients that the trainer overwrites or
-//            that the optimizer zeroes. small: 28 and 2,800 params of 160 x 96.
-//   phases   step: between two events on the trainer's stream around a call, the calls back to back, so that
-//            what is left to other streams by one step is waited for in the next. step synced: by the host's
-//            clock, with a wait for the stream in each; zeroing goes on behind it, and does not count. step
-//            host: by the host's clock, the call alone, while nothing else is queued. step replay: a captured
-//            step in a CUDA graph.
-//   bytes    of the rank, of one step: gradients read twice (their norm, the update), master and moments read
-//            and written, plane bytes written; where the optimizer zeroes gradients, those. Scales and
-//            messages are not counted.
-//   wrong    see band_check.h, after the first step, its clip factor taken from the report; of all ranks. All
-//            ranks hold the same gradients, whose average is exact, and compared, where W is a power of two.
-//   launches kernels in the graph of a captured step, at W = 1. Copies and fills of memory are not among
-//   them. times    those of the slowest rank
+//   list      8b: the matrices of four layers of Llama-3-8B, 872 million elements, with every mix of
+//             planes and type of gradients, with and without clipping, and with gradients that the
+//             trainer overwrites or that the optimizer zeroes. small: 28 and 2,800 params of 160 x 96.
+//   phases    step: between two events on the trainer's stream around a call, the calls back to back, so
+//             that what is left to other streams by one step is waited for in the next. step synced: by
+//             the host's clock, with a wait for the stream in each; zeroing goes on behind it, and does
+//             not count. step host: by the host's clock, the call alone, while nothing else is queued.
+//             step replay: a captured step in a CUDA graph.
+//   bytes     of the rank, of one step: gradients read twice (their norm, the update), master and moments
+//             read and written, plane bytes written; where the optimizer zeroes gradients, those. Scales
+//             and messages are not counted.
+//   wrong     see band_check.h, after the first step, its clip factor taken from the report; of all
+//             ranks. All ranks hold the same gradients, whose average is exact, and compared, where W is
+//             a power of two.
+//   launches  kernels in the graph of a captured step, at W = 1. Copies and fills of memory are not among
+//             them.
+//   times     those of the slowest rank.
 #include <algorithm>
 #include <bit>
 #include <chrono>

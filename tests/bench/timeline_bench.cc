@@ -4,20 +4,21 @@
 //
 // The list is that of four layers of Llama-3-8B, both planes, fp32 and bf16 gradients.
 //
-//   phases   one after the other on one stream, each between two events: reduce-scatter, statistics (squares,
-//            their sum over ranks, the decision), update (zeroing of scales and fused update), row gather,
-//            MAX, cut bands, column gather; serial: from the first event to the last.
-//            cycle: backward, step and forward, where the reductions run beside the backward pass and the
-//            gathers beside the forward pass; computing is a kernel that only takes time, 2/3 of it in the
-//            backward pass. compute: the same without an optimizer. exposed: cycle less compute, so the
-//            passes of the step, and what of the messages nothing hides.
-//            gather: all planes, in the library's way (mxopt), and by ncclAllGather in place on the same
-//            communicator and the same pieces (nccl).
-//   bytes    what the rank moves through memory (update, statistics, cut bands), or what a ring sends of it:
-//            (W - 1) / W of the buffers for reduce-scatter and gathers, twice that for MAX; none at W = 1
-//   wrong    gather: plane bytes that are not those of their owner, of all ranks; else not compared here
-//            (step_bench does)
-//   times    those of the slowest rank
+//   phases    one after the other on one stream, each between two events: reduce-scatter, statistics
+//             (squares, their sum over ranks, the decision), update (zeroing of scales and fused update),
+//             row gather, MAX, cut bands, column gather; serial: from the first event to the last.
+//             cycle: backward, step and forward, where the reductions run beside the backward pass and
+//             the gathers beside the forward pass; computing is a kernel that only takes time, 2/3 of it
+//             in the backward pass. compute: the same without an optimizer. exposed: cycle less compute,
+//             so the passes of the step, and what of the messages nothing hides.
+//             gather: all planes, in the library's way (mxopt), and by ncclAllGather in place on the same
+//             communicator and the same pieces (nccl).
+//   bytes     what the rank moves through memory (update, statistics, cut bands), or what a ring sends of
+//             it: (W - 1) / W of the buffers for reduce-scatter and gathers, twice that for MAX; none at
+//             W = 1.
+//   wrong     gather: plane bytes that are not those of their owner, of all ranks; else not compared here
+//             (step_bench does).
+//   times     those of the slowest rank.
 #include <algorithm>
 #include <cstdint>
 #include <functional>
