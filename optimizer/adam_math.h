@@ -34,12 +34,17 @@ struct AdamElement {
   float p, m, v;
 };
 
+/// (m' / bc1) / (sqrt(v' / bc2) + eps).
+MXOPT_HD float adam_ratio(float m, float v, const AdamScalars& s) {
+  return (m / s.bc1) / (std::sqrt(v / s.bc2) + s.eps);
+}
+
 MXOPT_HD AdamElement adam_update(AdamElement old, float grad, const AdamScalars& s) {
   const float scaled = grad * s.grad_factor;
   const float g = s.decoupled ? scaled : std::fma(s.weight_decay, old.p, scaled);
   const float m = std::fma(s.omb1, g, s.beta1 * old.m);
   const float v = std::fma(s.omb2 * g, g, s.beta2 * old.v);
-  const float ratio = (m / s.bc1) / (std::sqrt(v / s.bc2) + s.eps);
+  const float ratio = adam_ratio(m, v, s);
   const float u = s.decoupled ? std::fma(s.weight_decay, old.p, ratio) : ratio;
   const float p = std::fma(-s.lr, u, old.p);
   return {p, m, v};

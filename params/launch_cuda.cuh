@@ -31,14 +31,6 @@ __device__ __forceinline__ void wait_for_former_launches() {
 #endif
 }
 
-/// The same; nothing that is read with the help of `pointer` can be moved in front of it.
-template <class T>
-__device__ __forceinline__ void wait_for_former_launches(T*& pointer) {
-#if __CUDA_ARCH__ >= 900
-  asm volatile("griddepcontrol.wait;" : "+l"(pointer) : : "memory");
-#endif
-}
-
 /// Says that a pointer from a table is one to device memory, for which there are shorter instructions.
 template <class T>
 __device__ __forceinline__ T* global(T* pointer) {

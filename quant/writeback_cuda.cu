@@ -110,14 +110,6 @@ struct CastArgs {
   std::int64_t* nonfinite;  // may be null
 };
 
-/// Brings an entry into the second-level cache. By two threads: each request is served alone.
-__device__ __forceinline__ void prefetch(const Entry* entry) {
-  if (threadIdx.x < 2) {
-    const char* half = reinterpret_cast<const char*>(entry) + threadIdx.x * (sizeof(Entry) - 1);
-    asm volatile("prefetch.global.L2 [%0];" ::"l"(half));
-  }
-}
-
 // Device: where a thread is.
 
 /// The entry that a tile belongs to: the last one that begins at it or before it. Each warp looks at 32
@@ -134,6 +126,18 @@ __device__ __forceinline__ int entry_of_tile(const Table& table, int tile, unsig
     count = min(step, count - last * step);
   }
   return first;
+}
+
+/// The entry that a tile belongs to. All threads of the block call.
+__device__ __forceinline__ void load_entry(const Table& table, int tile, Entry& entry) {
+  constexpr int kWords = static_cast<int>(sizeof(Entry) / sizeof(std::uint32_t));
+  static_assert(sizeof(Entry) % sizeof(std::uint32_t) == 0 && kWords <= kThreads);
+  const Entry* from = table.entry + entry_of_tile(table, tile, threadIdx.x % 32);
+  if (threadIdx.x < kWords) {
+    reinterpret_cast<std::uint32_t*>(&entry)[threadIdx.x] =
+        __ldg(reinterpret_cast<const std::uint32_t*>(from) + threadIdx.x);
+  }
+  __syncthreads();
 }
 
 /// Where a thread works: the rows [row, row + 8) of its warp, and the columns [col, col + kElems) of its
@@ -216,8 +220,7 @@ __device__ __forceinline__ ScalePlace column_scale_place(const Entry& entry, std
 // Device: reading masters.
 
 // Loads from global memory: from an address alone the compiler would make generic ones. They may be moved
-// freely, but not in front of the wait for former launches, which the pointer to the entry is made to depend
-// on.
+// freely, but not in front of the wait for former launches: their addresses come from shared memory.
 
 __device__ __forceinline__ uint4 load_vector(std::uintptr_t address) {
   uint4 vector;
@@ -322,7 +325,7 @@ __device__ __forceinline__ void for_each_row(const Entry& entry, const Place& pl
       prepare();
 #pragma unroll
       for (int i = 0; i < kWarpRows; ++i) {
-        const uint4 next = from_lane(low[i], (place.lane + 1) % 32);
+        const uint4 next = from_lane(low[i], min(place.lane + 1, 31u));  // 0 behind the last lane
         const uint4 end = from_lane(behind, i);
         const uint4 high = static_cast<int>(place.lane) == last ? end : next;
         consume(0, i, shifted<Master>(low[i], high, shift), owned);
@@ -445,18 +448,16 @@ struct AmaxOfTile {
   }
 };
 
-/// A function of its own, which reads the entry again: the few tiles at the ends of a shard shall cost the
-/// others no registers.
+/// A function of its own: the few tiles at the ends of a shard shall cost the others no registers.
 template <class Master, bool kRow, bool kColumn>
-__device__ __noinline__ void amax_edge_tile(const Entry* at, int tile, std::uint8_t* packed,
+__device__ __noinline__ void amax_edge_tile(const Entry& entry, int tile, std::uint8_t* packed,
                                             ColumnMaxima* columns) {
-  const Entry entry = *at;
   const Place place = place_of<Master>(entry, tile);
   AmaxOfTile<Master, kRow, kColumn>{entry, place, packed, *columns}.template run<Reading::kEdge>();
 }
 
 template <class Master, bool kRow, bool kColumn>
-__device__ __forceinline__ void amax_tile(const Entry* at, const Entry& entry, int tile, std::uint8_t* packed,
+__device__ __forceinline__ void amax_tile(const Entry& entry, int tile, std::uint8_t* packed,
                                           ColumnMaxima& columns) {
   const Place place = place_of<Master>(entry, tile);
   const AmaxOfTile<Master, kRow, kColumn> work{entry, place, packed, columns};
@@ -465,7 +466,7 @@ __device__ __forceinline__ void amax_tile(const Entry* at, const Entry& entry, i
   } else if (place.roomy) {
     work.template run<Reading::kShifted>();
   } else {
-    amax_edge_tile<Master, kRow, kColumn>(at, tile, packed, &columns);
+    amax_edge_tile<Master, kRow, kColumn>(entry, tile, packed, &columns);
   }
 }
 
@@ -482,6 +483,7 @@ __device__ __forceinline__ void clear_piece(std::uint8_t* to, std::int64_t bytes
 /// One tile or one piece to clear per block of threads; together they write each packed byte once.
 __global__ __launch_bounds__(kThreads,
                              kAmaxBlocks) void partial_amax_kernel(const __grid_constant__ AmaxArgs args) {
+  __shared__ Entry entry;
   __shared__ ColumnMaxima columns;
   release_next_launch();
   const int item = static_cast<int>(blockIdx.x);
@@ -491,23 +493,21 @@ __global__ __launch_bounds__(kThreads,
     clear_piece(args.packed + piece.offset, piece.bytes);
     return;
   }
-  const Entry* at = args.table.entry + entry_of_tile(args.table, item, threadIdx.x % 32);
-  prefetch(at);
-  wait_for_former_launches(at);
-  const Entry entry = *global(at);
+  load_entry(args.table, item, entry);
+  wait_for_former_launches();
   switch (entry.kind) {
     case kRowFp32:
-      return amax_tile<float, true, false>(at, entry, item, args.packed, columns);
+      return amax_tile<float, true, false>(entry, item, args.packed, columns);
     case kColumnFp32:
-      return amax_tile<float, false, true>(at, entry, item, args.packed, columns);
+      return amax_tile<float, false, true>(entry, item, args.packed, columns);
     case kBothFp32:
-      return amax_tile<float, true, true>(at, entry, item, args.packed, columns);
+      return amax_tile<float, true, true>(entry, item, args.packed, columns);
     case kRowBf16:
-      return amax_tile<Bf16, true, false>(at, entry, item, args.packed, columns);
+      return amax_tile<Bf16, true, false>(entry, item, args.packed, columns);
     case kColumnBf16:
-      return amax_tile<Bf16, false, true>(at, entry, item, args.packed, columns);
+      return amax_tile<Bf16, false, true>(entry, item, args.packed, columns);
     case kBothBf16:
-      return amax_tile<Bf16, true, true>(at, entry, item, args.packed, columns);
+      return amax_tile<Bf16, true, true>(entry, item, args.packed, columns);
   }
 }
 
@@ -643,23 +643,22 @@ __device__ __forceinline__ void cast_rows(const Entry& entry, const Place& place
 }
 
 template <class Master, bool kRow, bool kColumn>
-__device__ __noinline__ void cast_edge_tile(const Entry* at, int tile, const std::uint8_t* packed,
+__device__ __noinline__ void cast_edge_tile(const Entry& entry, int tile, const std::uint8_t* packed,
                                             std::int64_t* nonfinite) {
-  const Entry entry = *at;
   const Place place = place_of<Master>(entry, tile);
   cast_rows<Master, kRow, kColumn, Reading::kEdge>(entry, place, packed, nonfinite);
 }
 
 template <class Master, bool kRow, bool kColumn>
-__device__ __forceinline__ void cast_tile(const Entry* at, const Entry& entry, int tile,
-                                          const std::uint8_t* packed, std::int64_t* nonfinite) {
+__device__ __forceinline__ void cast_tile(const Entry& entry, int tile, const std::uint8_t* packed,
+                                          std::int64_t* nonfinite) {
   const Place place = place_of<Master>(entry, tile);
   if (place.whole && entry.master_shift == 0 && entry.vector_stores != 0) {
     cast_rows<Master, kRow, kColumn, Reading::kAligned>(entry, place, packed, nonfinite);
   } else if (place.roomy) {
     cast_rows<Master, kRow, kColumn, Reading::kShifted>(entry, place, packed, nonfinite);
   } else {
-    cast_edge_tile<Master, kRow, kColumn>(at, tile, packed, nonfinite);
+    cast_edge_tile<Master, kRow, kColumn>(entry, tile, packed, nonfinite);
   }
 }
 
@@ -688,6 +687,7 @@ __device__ __forceinline__ void copy_piece(const std::uint8_t* from, std::uint8_
 /// One tile or one piece of a scale array to copy per block of threads.
 __global__ __launch_bounds__(kThreads,
                              kCastBlocks) void partial_cast_kernel(const __grid_constant__ CastArgs args) {
+  __shared__ Entry entry;
   release_next_launch();
   const int item = static_cast<int>(blockIdx.x);
   if (item >= args.table.tiles) {
@@ -696,23 +696,21 @@ __global__ __launch_bounds__(kThreads,
     copy_piece(args.packed + piece.offset, piece.to, piece.bytes);
     return;
   }
-  const Entry* at = args.table.entry + entry_of_tile(args.table, item, threadIdx.x % 32);
-  prefetch(at);
-  wait_for_former_launches(at);
-  const Entry entry = *global(at);
+  load_entry(args.table, item, entry);
+  wait_for_former_launches();
   switch (entry.kind) {
     case kRowFp32:
-      return cast_tile<float, true, false>(at, entry, item, args.packed, args.nonfinite);
+      return cast_tile<float, true, false>(entry, item, args.packed, args.nonfinite);
     case kColumnFp32:
-      return cast_tile<float, false, true>(at, entry, item, args.packed, args.nonfinite);
+      return cast_tile<float, false, true>(entry, item, args.packed, args.nonfinite);
     case kBothFp32:
-      return cast_tile<float, true, true>(at, entry, item, args.packed, args.nonfinite);
+      return cast_tile<float, true, true>(entry, item, args.packed, args.nonfinite);
     case kRowBf16:
-      return cast_tile<Bf16, true, false>(at, entry, item, args.packed, args.nonfinite);
+      return cast_tile<Bf16, true, false>(entry, item, args.packed, args.nonfinite);
     case kColumnBf16:
-      return cast_tile<Bf16, false, true>(at, entry, item, args.packed, args.nonfinite);
+      return cast_tile<Bf16, false, true>(entry, item, args.packed, args.nonfinite);
     case kBothBf16:
-      return cast_tile<Bf16, true, true>(at, entry, item, args.packed, args.nonfinite);
+      return cast_tile<Bf16, true, true>(entry, item, args.packed, args.nonfinite);
   }
 }
 
