@@ -28,6 +28,12 @@ mxopt::Device compute_device(const mxopt::ParallelConfig& parallel, const mxopt:
   }
 }
 
+void use_device(mxopt::Device device) {
+  if (device.kind == mxopt::DeviceKind::kHost) return;
+  const c10::Device place = tensor_device(device);
+  c10::impl::VirtualGuardImpl(place.type()).setDevice(place);
+}
+
 c10::Device tensor_device(mxopt::Device device) {
   if (device.kind == mxopt::DeviceKind::kHost) return {c10::DeviceType::CPU};
   return {c10::DeviceType::CUDA, static_cast<c10::DeviceIndex>(device.index)};

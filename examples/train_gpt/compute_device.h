@@ -22,6 +22,10 @@ bool has_cuda_tensors();
 mxopt::Device compute_device(const mxopt::ParallelConfig& parallel, const mxopt::ConfigSchema& schema,
                              int node_rank);
 
+/// Makes `device` this thread's current GPU. Without that every rank of a node would also hold memory of its
+/// first GPU, where the runtime goes back to after each call for another one.
+void use_device(mxopt::Device device);
+
 /// The same device in the tensor library's words.
 c10::Device tensor_device(mxopt::Device device);
 

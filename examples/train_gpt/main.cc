@@ -134,6 +134,7 @@ int run(MpiJob& job, int argc, char** argv) {
     job.require_equal("the text of data.files", data_text(*prepared.data));
     const CpuShare cpus = find_cpu_share(job, config.train.threads);
     if (!cpus.warning.empty()) std::cerr << "train_gpt: warning: " << cpus.warning << std::endl;
+    use_device(prepared.device);
     trainer.emplace(config, prepared.device, *prepared.data, cpus, *prepared.metrics);
     trainer->run();
   });

@@ -15,7 +15,7 @@
 namespace train_gpt {
 namespace {
 
-/// Milliseconds between two passed events.
+/// Milliseconds between two events; the host waits for the second.
 template <class Event>
 double elapsed_ms(const Event& begin, const Event& end) {
   if constexpr (requires { begin.elapsedTime(end); }) {

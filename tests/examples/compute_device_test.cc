@@ -2,6 +2,7 @@
 
 #include <string>
 
+#include <c10/core/impl/VirtualGuardImpl.h>
 #include <gtest/gtest.h>
 
 #include "support/devices.h"
@@ -50,6 +51,18 @@ TEST(ComputeDeviceCuda, RanksTakeTheGpusInTurn) {
     const auto choice = has_cuda_tensors() ? mxopt::DeviceChoice::kAuto : mxopt::DeviceChoice::kCuda;
     EXPECT_EQ(Given(choice).on(rank), expected);
   }
+}
+
+TEST(ComputeDeviceCuda, TheUsedGpuIsTheCurrentOne) {
+  const mxopt::Device first{mxopt::DeviceKind::kCuda, 0};
+  MXOPT_SKIP_WITHOUT(first);
+  if (!has_cuda_tensors()) GTEST_SKIP() << "this libtorch has no CUDA";
+  const mxopt::Device last{mxopt::DeviceKind::kCuda, mxopt::device_count(mxopt::DeviceKind::kCuda) - 1};
+  for (const mxopt::Device device : {last, first}) {
+    use_device(device);
+    EXPECT_EQ(c10::impl::VirtualGuardImpl(c10::DeviceType::CUDA).getDevice(), tensor_device(device));
+  }
+  use_device(mxopt::Device{});
 }
 
 TEST(ComputeDeviceCuda, TensorsComputeOnTheLegacyDefaultStream) {
