@@ -6,7 +6,7 @@
 #include "mxopt/optimizer/run_sum_cuda.cuh"
 #include "mxopt/optimizer/step_kernels_cuda.h"
 #include "mxopt/optimizer/write_tile_cuda.cuh"
-#include "mxopt/params/cuda_handles.h"
+#include "mxopt/params/launch_cuda.cuh"
 
 namespace mxopt::cuda {
 
@@ -20,9 +20,11 @@ __device__ void add_atomically(std::int64_t& sum, std::int64_t value) {
 
 template <bool kUpdate, class Grad>
 __global__ void __launch_bounds__(kThreads, 3) write_kernel(Pass pass, const AdamScalars* groups) {
-  if (is_skipped(pass.outcome)) return;
+  release_next_launch();
   const Tile tile = pass.tiles[blockIdx.x];
   const SegmentRow& segment = pass.segments[tile.segment];
+  wait_for_former_launches();
+  if (is_skipped(pass.outcome)) return;
   if ((tile.flags & kWhole) != 0) {
     write_tile<kUpdate, Grad, true>(tile, segment, groups);
   } else {
@@ -32,9 +34,11 @@ __global__ void __launch_bounds__(kThreads, 3) write_kernel(Pass pass, const Ada
 
 /// Column bytes of one tile of a cut band, with the reduced scales.
 __global__ void __launch_bounds__(kThreads) cast_kernel(Pass pass) {
-  if (is_skipped(pass.outcome)) return;
+  release_next_launch();
   const Tile tile = pass.tiles[blockIdx.x];
   const SegmentRow& segment = pass.segments[tile.segment];
+  wait_for_former_launches();
+  if (is_skipped(pass.outcome)) return;
   const LaneTile<false> lane(tile, segment);
   if (!lane.is_in_width) return;
   LanePairs w;
@@ -57,12 +61,14 @@ __global__ void __launch_bounds__(kThreads)
   __shared__ std::int64_t limbs[kSumLimbs][kThreads];
   __shared__ std::int64_t total[kSumLimbs];
   __shared__ int nonfinite_runs;
+  release_next_launch();
   const int thread = static_cast<int>(threadIdx.x);
   const int lane = thread % 32;
 #pragma unroll
   for (int k = 0; k < kSumLimbs; ++k) limbs[k][thread] = 0;
   if (thread == 0) nonfinite_runs = 0;
   __syncthreads();
+  wait_for_former_launches();
 
   const std::int64_t warps = static_cast<std::int64_t>(gridDim.x) * kWarps;
   for (std::int64_t t = static_cast<std::int64_t>(blockIdx.x) * kWarps + thread / 32; t < tiles; t += warps) {
@@ -105,6 +111,8 @@ __global__ void __launch_bounds__(kThreads)
 }
 
 __global__ void open_statistics_kernel(StepMemory memory, std::int64_t options_hash) {
+  release_next_launch();
+  wait_for_former_launches();
   StepStatistics& statistics = *memory.statistics;
   for (int k = 0; k < kSumLimbs; ++k) statistics.square_sum[k] = 0;
   statistics.nonfinite_runs = 0;
@@ -112,11 +120,15 @@ __global__ void open_statistics_kernel(StepMemory memory, std::int64_t options_h
 }
 
 __global__ void decide_kernel(StepMemory memory, StepOptions options) {
+  release_next_launch();
+  wait_for_former_launches();
   advance(*memory.statistics, options, memory.table, *memory.state, memory.scalars, *memory.outcome);
 }
 
 __global__ void __launch_bounds__(kThreads)
     clear_kernel(uint4* to, std::int64_t count, const StepOutcome* outcome) {
+  release_next_launch();
+  wait_for_former_launches();
   if (is_skipped(outcome)) return;
   const std::int64_t stride = static_cast<std::int64_t>(gridDim.x) * kThreads;
   for (std::int64_t i = static_cast<std::int64_t>(blockIdx.x) * kThreads + threadIdx.x; i < count;
@@ -126,6 +138,8 @@ __global__ void __launch_bounds__(kThreads)
 }
 
 __global__ void __launch_bounds__(kThreads) widen_kernel(float* to, const Bf16* from, std::int64_t count) {
+  release_next_launch();
+  wait_for_former_launches();
   const std::int64_t stride = static_cast<std::int64_t>(gridDim.x) * kThreads;
   for (std::int64_t i = static_cast<std::int64_t>(blockIdx.x) * kThreads + threadIdx.x; i < count;
        i += stride) {
@@ -321,12 +335,10 @@ class CudaStepKernels final : public StepKernels {
   }
 
   template <class... Params, class... Args>
-  void launch(std::int64_t blocks, int threads, StreamRef stream, void (*kernel)(Params...), Args... args) {
-    if (blocks == 0) return;
-    ++launches_;
-    const DeviceGuard guard(device_.index);
-    kernel<<<static_cast<unsigned>(blocks), static_cast<unsigned>(threads), 0, native(stream)>>>(args...);
-    MXOPT_CUDA_CHECK(cudaGetLastError());
+  void launch(std::int64_t blocks, int threads, StreamRef stream, void (*kernel)(Params...),
+              const Args&... args) {
+    if (blocks != 0) ++launches_;
+    cuda::launch(device_.index, stream, blocks, threads, true, kernel, args...);
   }
 
   Device device_;

@@ -5,6 +5,7 @@
 #include <type_traits>
 
 #include "mxopt/optimizer/step_kernels.h"
+#include "mxopt/params/launch_cuda.cuh"
 
 namespace mxopt::cuda {
 
@@ -85,12 +86,5 @@ struct LaneTile {
   bool is_in_width;
   std::int64_t owned_begin, owned_end;
 };
-
-/// Says that a pointer from a table is one to device memory, for which there are shorter instructions.
-template <class T>
-__device__ __forceinline__ T* global(T* pointer) {
-  __builtin_assume(__isGlobal(pointer));
-  return pointer;
-}
 
 }  // namespace mxopt::cuda

@@ -7,7 +7,7 @@
 
 #include <cuda_runtime.h>
 
-#include "mxopt/params/cuda_handles.h"
+#include "mxopt/params/launch_cuda.cuh"
 #include "mxopt/quant/block_cuda.cuh"
 #include "mxopt/quant/mxfp8.h"
 #include "mxopt/quant/writeback_cuda.h"
@@ -30,6 +30,7 @@ constexpr int kAmaxBlocks = 8;
 constexpr int kCastBlocks = 6;
 /// Bytes of a scale array that one block of threads clears or copies.
 constexpr std::int64_t kPieceBytes = 16 << 10;
+constexpr int kPieceVectors = static_cast<int>(kPieceBytes) / (kVectorBytes * kThreads);
 constexpr std::int64_t kMaxGrid = std::numeric_limits<std::int32_t>::max();
 
 /// How a lane holds one row of a tile.
@@ -108,6 +109,14 @@ struct CastArgs {
   const std::uint8_t* packed;
   std::int64_t* nonfinite;  // may be null
 };
+
+/// Brings an entry into the second-level cache. By two threads: each request is served alone.
+__device__ __forceinline__ void prefetch(const Entry* entry) {
+  if (threadIdx.x < 2) {
+    const char* half = reinterpret_cast<const char*>(entry) + threadIdx.x * (sizeof(Entry) - 1);
+    asm volatile("prefetch.global.L2 [%0];" ::"l"(half));
+  }
+}
 
 // Device: where a thread is.
 
@@ -206,17 +215,29 @@ __device__ __forceinline__ ScalePlace column_scale_place(const Entry& entry, std
 
 // Device: reading masters.
 
+// Loads from global memory: from an address alone the compiler would make generic ones. They may be moved
+// freely, but not in front of the wait for former launches, which the pointer to the entry is made to depend
+// on.
+
 __device__ __forceinline__ uint4 load_vector(std::uintptr_t address) {
-  return __ldg(reinterpret_cast<const uint4*>(address));
+  uint4 vector;
+  asm("ld.global.v4.u32 {%0, %1, %2, %3}, [%4];"
+      : "=r"(vector.x), "=r"(vector.y), "=r"(vector.z), "=r"(vector.w)
+      : "l"(address));
+  return vector;
 }
 
 /// One element as it is in memory, in the low bits.
 template <class Master>
 __device__ __forceinline__ std::uint32_t load_element(std::uintptr_t address) {
   if constexpr (sizeof(Master) == 4) {
-    return __ldg(reinterpret_cast<const std::uint32_t*>(address));
+    std::uint32_t bits;
+    asm("ld.global.u32 %0, [%1];" : "=r"(bits) : "l"(address));
+    return bits;
   } else {
-    return __ldg(reinterpret_cast<const std::uint16_t*>(address));
+    std::uint16_t bits;
+    asm("ld.global.u16 %0, [%1];" : "=h"(bits) : "l"(address));
+    return bits;
   }
 }
 
@@ -250,15 +271,28 @@ __device__ __forceinline__ uint4 shifted(uint4 low, uint4 high, std::uint32_t sh
   return bytes_from(low, high, sizeof(Master) == 4 ? shift & ~3u : shift);
 }
 
+/// The vector of another lane. All 32 lanes call.
+__device__ __forceinline__ uint4 from_lane(uint4 vector, unsigned lane) {
+  constexpr unsigned kAll = 0xFFFFFFFFu;
+  return make_uint4(__shfl_sync(kAll, vector.x, lane), __shfl_sync(kAll, vector.y, lane),
+                    __shfl_sync(kAll, vector.z, lane), __shfl_sync(kAll, vector.w, lane));
+}
+
+/// The last lane of a tile that has columns inside the matrix.
+template <class Master>
+__device__ __forceinline__ int last_lane(const Entry& entry, const Place& place) {
+  const std::int64_t cols = min(std::int64_t{Lanes<Master>::kTileCols}, entry.cols - place.tile_col);
+  return static_cast<int>(cols) / Lanes<Master>::kElems - 1;
+}
+
 /// Calls consume(group, i, vector, owned) for the lane's run of each row in order, row group + i of the warp;
 /// group is a multiple of 4, i known to the compiler, and elements that are not owned are 0. The loads of a
-/// tile, or of half a tile where each run takes two, are issued before prepare() and the first use.
+/// tile are issued before prepare() and the first use.
 ///
 /// Why: rows are a multiple of 64 bytes apart, so masters that do not start at a multiple of 16 bytes are off
-/// by the same number of bytes everywhere. Then a lane loads the two aligned vectors that cover its run and
-/// shifts its 16 bytes out of them. The second vector is the neighbour's first: it costs no memory traffic,
-/// only a second look into the first-level cache, which at full speed is busy for a quarter of the time. Only
-/// where those vectors reach outside of the shard are elements loaded one by one.
+/// by the same number of bytes everywhere. Then a lane loads the aligned vector that its run begins in, and
+/// gets the one behind it from its neighbour. For the last lane, lane i has loaded that of row i. Only where
+/// those vectors reach outside of the shard are elements loaded one by one.
 template <class Master, Reading kReading, class Prepare, class Consume>
 __device__ __forceinline__ void for_each_row(const Entry& entry, const Place& place, const Prepare& prepare,
                                              const Consume& consume) {
@@ -278,21 +312,20 @@ __device__ __forceinline__ void for_each_row(const Entry& entry, const Place& pl
 #pragma unroll
       for (int i = 0; i < kWarpRows; ++i) consume(0, i, rows[i], owned);
     } else {
+      const int last = last_lane<Master>(entry, place);
+      const std::uintptr_t behind_last =
+          address + (last + 1 - static_cast<int>(place.lane)) * kVectorBytes + place.lane * pitch;
+      const uint4 behind = place.lane < kWarpRows ? load_vector(behind_last) : none;
+      uint4 low[kWarpRows];
 #pragma unroll
-      for (int group = 0; group < kWarpRows; group += kGroupRows) {
-        uint4 low[kGroupRows];
-        uint4 high[kGroupRows];
+      for (int i = 0; i < kWarpRows; ++i) low[i] = place.active ? load_vector(address + i * pitch) : none;
+      prepare();
 #pragma unroll
-        for (int i = 0; i < kGroupRows; ++i) {
-          const std::uintptr_t from = address + (group + i) * pitch;
-          low[i] = place.active ? load_vector(from) : none;
-          high[i] = place.active ? load_vector(from + kVectorBytes) : none;
-        }
-        if (group == 0) prepare();
-#pragma unroll
-        for (int i = 0; i < kGroupRows; ++i) {
-          consume(group, i, shifted<Master>(low[i], high[i], shift), owned);
-        }
+      for (int i = 0; i < kWarpRows; ++i) {
+        const uint4 next = from_lane(low[i], (place.lane + 1) % 32);
+        const uint4 end = from_lane(behind, i);
+        const uint4 high = static_cast<int>(place.lane) == last ? end : next;
+        consume(0, i, shifted<Master>(low[i], high, shift), owned);
       }
     }
   } else {
@@ -450,14 +483,18 @@ __device__ __forceinline__ void clear_piece(std::uint8_t* to, std::int64_t bytes
 __global__ __launch_bounds__(kThreads,
                              kAmaxBlocks) void partial_amax_kernel(const __grid_constant__ AmaxArgs args) {
   __shared__ ColumnMaxima columns;
+  release_next_launch();
   const int item = static_cast<int>(blockIdx.x);
   if (item >= args.table.tiles) {
     const ZeroPiece piece = args.table.zero[item - args.table.tiles];
+    wait_for_former_launches();
     clear_piece(args.packed + piece.offset, piece.bytes);
     return;
   }
   const Entry* at = args.table.entry + entry_of_tile(args.table, item, threadIdx.x % 32);
-  const Entry entry = *at;
+  prefetch(at);
+  wait_for_former_launches(at);
+  const Entry entry = *global(at);
   switch (entry.kind) {
     case kRowFp32:
       return amax_tile<float, true, false>(at, entry, item, args.packed, columns);
@@ -476,8 +513,8 @@ __global__ __launch_bounds__(kThreads,
 
 // Device: partial casts.
 
-// Stores to global memory: from an address alone the compiler would make generic ones. No kernel reads what
-// it stores here, so the order of these stores and of loads is free.
+// Stores to global memory, like the loads. No kernel reads what it stores here, so the order of stores and of
+// loads of scales is free.
 
 __device__ __forceinline__ void store_global(std::uintptr_t address, std::uint32_t word) {
   asm volatile("st.global.u32 [%0], %1;" ::"l"(address), "r"(word));
@@ -549,12 +586,12 @@ __device__ __forceinline__ void cast_rows(const Entry& entry, const Place& place
       const std::int64_t row = place.row + place.lane % L::kOfBlock * L::kRowCodes;
       const ScalePlace from = row_scale_place(entry, row, place.col / kBlockElems);
 #pragma unroll
-      for (int k = 0; k < L::kRowCodes; ++k) row_codes[k] = __ldg(packed + from.offset + k * from.pitch);
+      for (int k = 0; k < L::kRowCodes; ++k) row_codes[k] = *global(packed + from.offset + k * from.pitch);
     }
     if constexpr (kColumn) {
       const ScalePlace from = column_scale_place(entry, place.band, place.col);
 #pragma unroll
-      for (int k = 0; k < L::kElems; ++k) column_codes[k] = __ldg(packed + from.offset + k * from.pitch);
+      for (int k = 0; k < L::kElems; ++k) column_codes[k] = *global(packed + from.offset + k * from.pitch);
     }
   }
 
@@ -631,26 +668,38 @@ __device__ __forceinline__ void copy_piece(const std::uint8_t* from, std::uint8_
   if ((reinterpret_cast<std::uintptr_t>(from) | reinterpret_cast<std::uintptr_t>(to) | bytes) %
           kVectorBytes ==
       0) {
-#pragma unroll 8
-    for (std::int64_t i = threadIdx.x; i < bytes / kVectorBytes; i += kThreads) {
-      reinterpret_cast<uint4*>(to)[i] = __ldg(reinterpret_cast<const uint4*>(from) + i);
+    const int count = static_cast<int>(bytes) / kVectorBytes;
+    uint4 vectors[kPieceVectors];  // all on their way before the first is stored
+#pragma unroll
+    for (int k = 0; k < kPieceVectors; ++k) {
+      const int i = static_cast<int>(threadIdx.x) + k * kThreads;
+      if (i < count) vectors[k] = global(reinterpret_cast<const uint4*>(from))[i];
+    }
+#pragma unroll
+    for (int k = 0; k < kPieceVectors; ++k) {
+      const int i = static_cast<int>(threadIdx.x) + k * kThreads;
+      if (i < count) global(reinterpret_cast<uint4*>(to))[i] = vectors[k];
     }
   } else {
-    for (std::int64_t i = threadIdx.x; i < bytes; i += kThreads) to[i] = __ldg(from + i);
+    for (std::int64_t i = threadIdx.x; i < bytes; i += kThreads) to[i] = from[i];
   }
 }
 
 /// One tile or one piece of a scale array to copy per block of threads.
 __global__ __launch_bounds__(kThreads,
                              kCastBlocks) void partial_cast_kernel(const __grid_constant__ CastArgs args) {
+  release_next_launch();
   const int item = static_cast<int>(blockIdx.x);
   if (item >= args.table.tiles) {
     const CopyPiece piece = args.table.copy[item - args.table.tiles];
+    wait_for_former_launches();
     copy_piece(args.packed + piece.offset, piece.to, piece.bytes);
     return;
   }
   const Entry* at = args.table.entry + entry_of_tile(args.table, item, threadIdx.x % 32);
-  const Entry entry = *at;
+  prefetch(at);
+  wait_for_former_launches(at);
+  const Entry entry = *global(at);
   switch (entry.kind) {
     case kRowFp32:
       return cast_tile<float, true, false>(at, entry, item, args.packed, args.nonfinite);
@@ -686,6 +735,8 @@ struct DequantizeArgs {
 constexpr int kDequantizeElems = 8;
 
 __global__ __launch_bounds__(kThreads) void dequantize_kernel(const __grid_constant__ DequantizeArgs args) {
+  release_next_launch();
+  wait_for_former_launches();
   const std::int64_t thread = static_cast<std::int64_t>(blockIdx.x) * kThreads + threadIdx.x;
   const std::int64_t flat = (args.begin / kDequantizeElems + thread) * kDequantizeElems;
   if (flat >= args.end) return;
@@ -693,17 +744,16 @@ __global__ __launch_bounds__(kThreads) void dequantize_kernel(const __grid_const
   const std::int64_t col = flat - row * args.cols;
   float row_scale = 0;
   if (args.row_plane) {
-    row_scale =
-        e8m0_value(__ldg(args.scales + row_scale_offset(row, col / kBlockElems, args.cols, args.layout)));
+    row_scale = e8m0_value(args.scales[row_scale_offset(row, col / kBlockElems, args.cols, args.layout)]);
   }
   for (int j = 0; j < kDequantizeElems; ++j) {
     if (flat + j < args.begin || flat + j >= args.end) continue;
     float scale = row_scale;
     if (!args.row_plane) {
-      scale = e8m0_value(__ldg(
-          args.scales + column_scale_offset(row / kBlockElems, col + j, args.rows, args.cols, args.layout)));
+      scale = e8m0_value(
+          args.scales[column_scale_offset(row / kBlockElems, col + j, args.rows, args.cols, args.layout)]);
     }
-    float value = e4m3_value(__ldg(args.data + flat + j)) * scale;
+    float value = e4m3_value(args.data[flat + j]) * scale;
     // The device's product of a NaN has another payload than the host's.
     if (value != value) value = bits_to_float(0x7FC00000u);
     const std::int64_t to = flat + j - args.begin;
@@ -714,15 +764,6 @@ __global__ __launch_bounds__(kThreads) void dequantize_kernel(const __grid_const
       static_cast<float*>(args.out)[to] = value;
     }
   }
-}
-
-template <class Args>
-void launch(void (*kernel)(Args), std::int64_t blocks, const std::type_identity_t<Args>& args,
-            StreamRef stream) {
-  if (blocks == 0) return;
-  MXOPT_CHECK_LE(blocks, kMaxGrid);
-  kernel<<<static_cast<unsigned>(blocks), kThreads, 0, native(stream)>>>(args);
-  MXOPT_CUDA_CHECK(cudaGetLastError());
 }
 
 // Host: the table.
@@ -894,12 +935,18 @@ class TableBuilder {
   std::vector<CopyPiece> copies_;
 };
 
-void launch_amax(const Table& table, std::uint8_t* packed, StreamRef stream) {
-  launch(partial_amax_kernel, std::int64_t{table.tiles} + table.zeros, {table, packed}, stream);
+/// `constant`: the table was there before anything that the stream still has to do.
+void launch_amax(const Table& table, bool constant, std::uint8_t* packed, Device device, StreamRef stream) {
+  const AmaxArgs args = {table, packed};
+  launch(device.index, stream, std::int64_t{table.tiles} + table.zeros, kThreads, constant,
+         partial_amax_kernel, args);
 }
 
-void launch_cast(const Table& table, const std::uint8_t* packed, std::int64_t* nonfinite, StreamRef stream) {
-  launch(partial_cast_kernel, std::int64_t{table.tiles} + table.copies, {table, packed, nonfinite}, stream);
+void launch_cast(const Table& table, bool constant, const std::uint8_t* packed, std::int64_t* nonfinite,
+                 Device device, StreamRef stream) {
+  const CastArgs args = {table, packed, nonfinite};
+  launch(device.index, stream, std::int64_t{table.tiles} + table.copies, kThreads, constant,
+         partial_cast_kernel, args);
 }
 
 class CudaBatch final : public Mxfp8Batch::State {
@@ -913,13 +960,11 @@ class CudaBatch final : public Mxfp8Batch::State {
   }
 
   void partial_amax(std::uint8_t* packed, StreamRef stream) const override {
-    const DeviceGuard guard(memory_.device().index);
-    launch_amax(table_, packed, stream);
+    launch_amax(table_, true, packed, memory_.device(), stream);
   }
 
   void partial_cast(const std::uint8_t* packed, std::int64_t* nonfinite, StreamRef stream) const override {
-    const DeviceGuard guard(memory_.device().index);
-    launch_cast(table_, packed, nonfinite, stream);
+    launch_cast(table_, true, packed, nonfinite, memory_.device(), stream);
   }
 
  private:
@@ -970,19 +1015,18 @@ void partial_amax_once(std::span<const Mxfp8Shard> shards, std::uint8_t* packed,
                        StreamRef stream) {
   const DeviceGuard guard(device.index);
   const StreamTable memory(TableBuilder(shards), stream);
-  launch_amax(memory.table(), packed, stream);
+  launch_amax(memory.table(), false, packed, device, stream);
 }
 
 void partial_cast_once(std::span<const Mxfp8Shard> shards, const std::uint8_t* packed,
                        std::int64_t* nonfinite, Device device, StreamRef stream) {
   const DeviceGuard guard(device.index);
   const StreamTable memory(TableBuilder(shards), stream);
-  launch_cast(memory.table(), packed, nonfinite, stream);
+  launch_cast(memory.table(), false, packed, nonfinite, device, stream);
 }
 
 void dequantize(const MxView& weight, Plane plane, std::int64_t begin, TypedSpan out, Device device,
                 StreamRef stream) {
-  const DeviceGuard guard(device.index);
   DequantizeArgs args{};
   args.row_plane = plane == Plane::kRow;
   args.data = args.row_plane ? weight.row_data : weight.column_data;
@@ -995,7 +1039,7 @@ void dequantize(const MxView& weight, Plane plane, std::int64_t begin, TypedSpan
   args.layout = weight.scale_layout;
   args.bf16 = out.dtype == DType::kBf16;
   const std::int64_t threads = (args.end - 1) / kDequantizeElems - args.begin / kDequantizeElems + 1;
-  launch(dequantize_kernel, (threads + kThreads - 1) / kThreads, args, stream);
+  launch(device.index, stream, (threads + kThreads - 1) / kThreads, kThreads, true, dequantize_kernel, args);
 }
 
 }  // namespace mxopt::cuda

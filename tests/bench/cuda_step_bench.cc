@@ -1,56 +1,63 @@
 // Speed of the passes of one step on a CUDA device, against a large copy measured in the same run.
 //
-//   cuda_step_bench [--repeats 15] [--workload all|shapes|small|llama] [--json FILE]
+//   cuda_step_bench [--repeats 15] [--workload NAME] [--json FILE] [--commit TEXT]
 //
-//   workload  shapes: one matrix, all of it. small: 300 params of 160 x 96. llama: the matrices of
-//   Llama-3-8B's size
-//             classes, 872 million elements in 28 params, one rank's work of W.
-//   bytes     update: gradient read, master and both moments read and written, plane bytes written: 29 (row)
-//   or 30
-//             (both) per element with fp32 gradients, two less with bf16. stats: the gradient read.
-//   wrong     elements of the first whole owned band of each param whose master, moments or plane bytes
-//   differ from the
-//             reference after one update
+//   workload  all, or shapes: one matrix, all of it. small: 300 params of 160 x 96. 8b, 70b: the matrices
+//             of four layers of Llama-3-8B, of two of Llama-3-70B, one rank's work of W = 1, 2, 8, 64.
+//             odd: a list of which more than a fifth of the elements lies in bands that a shard boundary
+//             divides. zeros: gradients of which some are exactly zero and always were, as those of rows
+//             of an embedding that no token used: their moments are zero, and such operands take the long
+//             way through a division.
+//   rank      rank W / 2; of odd, the one whose share of cut bands is next to the mean.
+//   phases    update: gradient read, master and both moments read and written, plane bytes written: 29
+//             bytes (row) or 30 (both) per element with fp32 gradients, two less with bf16. cut bands:
+//             their masters read, their column bytes written. stats: the gradient read. Scales, a byte
+//             for 32 elements and plane, are not counted.
+//   times     between two events around each call; where a call's memory is smaller than 256 MB, of
+//             replays of a graph of calls that use several sets of params in turn, together larger than
+//             that (at most 64 sets: one 160x96 stays in the second-level cache all the same).
+//   wrong     update, cut bands: see band_check.h, after one update. stats: limbs of the sum that differ
+//             from those of the host, for up to 300 million elements; else it is not compared.
+#include <algorithm>
+#include <cmath>
 #include <cstdint>
 #include <iostream>
 #include <memory>
+#include <optional>
 #include <random>
+#include <span>
+#include <stdexcept>
 #include <string>
+#include <utility>
 #include <vector>
 
+#include "bench/band_check.h"
 #include "bench/cuda_timer.h"
 #include "bench/first_step.h"
+#include "bench/param_lists.h"
+#include "bench/random_values.h"
 #include "bench/table.h"
-#include "support/reference_adam.h"
-#include "support/reference_mxfp8.h"
 
 #include "mxopt/collectives/self_communicator.h"
 #include "mxopt/optimizer/step_tables.h"
-#include "mxopt/params/bf16.h"
 
 namespace {
 
 using namespace mxopt;
 
 constexpr Device kDevice{DeviceKind::kCuda, 0};
+constexpr std::int64_t kRotatedBytes = 256 << 20;
+constexpr std::int64_t kMaxSets = 64;
+constexpr int kCallsAtLeast = 24;
+constexpr std::int64_t kMostComparedElems = 300'000'000;
+
+enum class ZeroGrads { kNone, kHalfOfRows, kHalfOfElements, kAll };
 
 struct Workload {
-  std::string name;
-  std::vector<std::vector<std::int64_t>> shapes;
+  bench::ParamList list;
   int world_size = 1;
+  ZeroGrads zeros = ZeroGrads::kNone;
 };
-
-std::vector<ParamSpec> specs_of(const Workload& workload, Storage storage) {
-  std::vector<ParamSpec> specs;
-  for (const auto& shape : workload.shapes) {
-    ParamSpec spec;
-    spec.name = "p" + std::to_string(specs.size());
-    spec.shape = shape;
-    spec.storage = storage;
-    specs.push_back(std::move(spec));
-  }
-  return specs;
-}
 
 LayoutOptions layout_options(int world_size) {
   LayoutOptions options;
@@ -58,188 +65,226 @@ LayoutOptions layout_options(int world_size) {
   return options;
 }
 
-/// What rank 0 of a workload's world size holds, filled with random values.
+/// What one rank of a workload's world holds, filled with random values.
 class RankWork {
  public:
   RankWork(const Workload& workload, Storage storage, DType grad_dtype, StreamRef stream)
       : stream_(stream),
-        layout_(specs_of(workload, storage), layout_options(workload.world_size)),
-        storage_(layout_, grad_dtype, layout_.params().size(), kDevice, default_allocator(kDevice)),
+        layout_(bench::specs_of(workload.list, storage), layout_options(workload.world_size)),
+        rank_(workload.list.name == bench::odd_shapes().name ? mean_rank() : workload.world_size / 2),
+        storage_(layout_, grad_dtype, static_cast<std::int64_t>(layout_.params().size()), kDevice,
+                 default_allocator(kDevice)),
         sync_(layout_, storage_, self_, GatherFormat::kQuantized, ScaleLayout::kCompact,
               default_allocator(kDevice)),
-        tables_(make_step_tables(layout_, storage_, sync_, std::vector<int>(layout_.params().size(), 0), 0)),
+        tables_(
+            make_step_tables(layout_, storage_, sync_, std::vector<int>(layout_.params().size(), 0), rank_)),
         kernels_(StepKernels::make(tables_, kDevice)) {
-    std::mt19937 random(1);
-    std::normal_distribution<float> normal(0.0f, 0.02f);
-    std::vector<float> values((1 << 20) + 77);
-    for (float& value : values) value = normal(random);
+    const bench::RandomValues masters(DType::kFp32, 0, kDevice, stream);
+    const bench::RandomValues grads(grad_dtype, workload.zeros == ZeroGrads::kHalfOfElements ? 0.5 : 0,
+                                    kDevice, stream);
+    std::mt19937 random(2);
     for (const SegmentRow& row : tables_.segments) {
-      fill(row.master, row.elems, values);
-      if (grad_dtype == DType::kFp32) {
-        fill(static_cast<float*>(const_cast<void*>(row.grad)), row.elems, values);
-      } else {
-        std::vector<Bf16> rounded;
-        for (const float value : values) rounded.push_back(fp32_to_bf16(value));
-        fill(static_cast<Bf16*>(const_cast<void*>(row.grad)), row.elems, rounded);
+      masters.copy_to(row.master, row.elems, stream);
+      // The memory is this object's own; only the kernels' view of it is const.
+      auto* const grad = static_cast<std::uint8_t*>(const_cast<void*>(row.grad));
+      if (workload.zeros != ZeroGrads::kAll) grads.copy_to(grad, row.elems, stream);
+      if (workload.zeros == ZeroGrads::kHalfOfRows) {
+        const std::int64_t row_bytes = row.planes.cols * dtype_bytes(grad_dtype);
+        for (std::int64_t r = 0; r < row.elems / row.planes.cols; ++r) {
+          if (random() % 2 == 0) fill_zero(grad + r * row_bytes, row_bytes, kDevice, stream);
+        }
       }
       elems_ += row.elems;
     }
+    for (const CutBand& band : layout_.cut_bands(rank_)) cut_elems_ += band.param_end - band.param_begin;
     synchronize(kDevice, stream_);
   }
 
   StepKernels& kernels() { return *kernels_; }
+  const Layout& layout() const { return layout_; }
+  int rank() const { return rank_; }
   std::int64_t elems() const { return elems_; }
+  std::int64_t cut_elems() const { return cut_elems_; }
 
-  /// One update, and the differences in the first whole owned band of each param.
-  std::int64_t count_wrong(std::span<const AdamScalars> scalars, const reference::AdamSettings& settings) {
-    std::vector<std::vector<float>> masters, grads;
-    for (const SegmentRow& row : tables_.segments) {
-      masters.push_back(read(row.master + band_begin(row), band_elems(row)));
-      grads.push_back(read_grads(row));
+  bench::BandCheck band_check() const {
+    return {tables_.segments, tables_.grad_dtype, true, kDevice, stream_};
+  }
+
+  /// Words in which the statistics differ from the host's.
+  std::int64_t count_wrong_statistics(StepStatistics got) const {
+    StepTables host = tables_;
+    std::vector<std::vector<std::uint8_t>> grads;
+    std::uint8_t status = 0;
+    for (SegmentRow& row : host.segments) {
+      grads.emplace_back(static_cast<std::size_t>(row.elems * dtype_bytes(host.grad_dtype)));
+      copy_bytes(grads.back().data(), row.grad, static_cast<std::int64_t>(grads.back().size()), kDevice,
+                 stream_);
+      row.grad = grads.back().data();
+      row.status = &status;
     }
-    kernels_->fused_update(scalars, nullptr, stream_);
-    std::int64_t wrong = 0;
-    for (std::size_t s = 0; s < tables_.segments.size(); ++s) {
-      const SegmentRow& row = tables_.segments[s];
-      const std::int64_t count = band_elems(row);
-      if (count == 0) continue;
-      reference::AdamState<float> state(masters[s]);
-      reference::adam_step(state, grads[s], settings, 1);
-      const reference::Mxfp8 expected = reference::quantize(state.p, kBlockElems, row.planes.cols, false);
-      const std::vector<float> p = read(row.master + band_begin(row), count);
-      const std::vector<float> m = read(row.exp_avg + band_begin(row), count);
-      const std::vector<float> v = read(row.exp_avg_sq + band_begin(row), count);
-      const std::int64_t at = row.param_begin + band_begin(row);
-      const std::vector<std::uint8_t> rows = read(row.planes.row_data + at, count);
-      std::vector<std::uint8_t> columns;
-      if (row.planes.has_column()) columns = read(row.planes.column_data + at, count);
-      for (std::size_t i = 0; i < p.size(); ++i) {
-        wrong += p[i] != state.p[i] || m[i] != state.m[i] || v[i] != state.v[i] ||
-                 rows[i] != expected.row_data[i] ||
-                 (!columns.empty() && columns[i] != expected.column_data[i]);
-      }
-    }
+    synchronize(kDevice, stream_);
+    StepStatistics expected;
+    StepKernels::make(host, Device())->grad_stats(expected, {});
+    normalize_sum(expected.square_sum);
+    normalize_sum(got.square_sum);
+    std::int64_t wrong = expected.nonfinite_runs != got.nonfinite_runs;
+    for (int k = 0; k < kSumLimbs; ++k) wrong += expected.square_sum[k] != got.square_sum[k];
     return wrong;
   }
 
  private:
-  template <class T>
-  void fill(T* to, std::int64_t elems, const std::vector<T>& values) const {
-    const auto chunk = static_cast<std::int64_t>(values.size());
-    for (std::int64_t begin = 0; begin < elems; begin += chunk) {
-      const std::int64_t count = std::min(chunk, elems - begin);
-      copy_bytes(to + begin, values.data(), count * static_cast<std::int64_t>(sizeof(T)), kDevice, stream_);
+  /// The rank whose share of cut elements is next to that of all.
+  int mean_rank() const {
+    const double mean = layout_.cut_share().mean;
+    int best = 0;
+    double best_distance = 2;
+    for (int rank = 0; rank < static_cast<int>(layout_.world_size()); ++rank) {
+      double elems = 0, cut = 0;
+      for (const Segment& segment : layout_.segments(rank)) elems += static_cast<double>(segment.elems);
+      for (const CutBand& band : layout_.cut_bands(rank)) {
+        cut += static_cast<double>(band.param_end - band.param_begin);
+      }
+      const double distance = elems > 0 ? std::abs(cut / elems - mean) : 2;
+      if (distance < best_distance) {
+        best = rank;
+        best_distance = distance;
+      }
     }
-  }
-  template <class T>
-  std::vector<T> read(const T* from, std::int64_t count) const {
-    std::vector<T> values(static_cast<std::size_t>(count));
-    copy_bytes(values.data(), from, count * static_cast<std::int64_t>(sizeof(T)), kDevice, stream_);
-    synchronize(kDevice, stream_);
-    return values;
-  }
-  std::vector<float> read_grads(const SegmentRow& row) const {
-    const std::int64_t begin = band_begin(row);
-    if (tables_.grad_dtype == DType::kFp32) {
-      return read(static_cast<const float*>(row.grad) + begin, band_elems(row));
-    }
-    std::vector<float> values;
-    for (const Bf16 value : read(static_cast<const Bf16*>(row.grad) + begin, band_elems(row))) {
-      values.push_back(bf16_to_fp32(value));
-    }
-    return values;
-  }
-  /// In the segment.
-  static std::int64_t band_begin(const SegmentRow& row) {
-    return round_up(row.param_begin, kBlockElems * row.planes.cols) - row.param_begin;
-  }
-  static std::int64_t band_elems(const SegmentRow& row) {
-    const std::int64_t whole = kBlockElems * row.planes.cols;
-    return band_begin(row) + whole <= row.elems ? whole : 0;
+    return best;
   }
 
   StreamRef stream_;
   SelfCommunicator self_{kDevice};
   Layout layout_;
+  int rank_;
   ParamStorage storage_;
   ParamSync sync_;
   StepTables tables_;
   std::unique_ptr<StepKernels> kernels_;
-  std::int64_t elems_ = 0;
+  std::int64_t elems_ = 0, cut_elems_ = 0;
 };
 
 std::vector<Workload> workloads(const std::string& which) {
   std::vector<Workload> all;
   const auto wants = [&](const char* name) { return which == "all" || which == name; };
   if (wants("shapes")) {
-    for (const auto& shape : std::vector<std::vector<std::int64_t>>{
+    for (const auto& [rows, cols] : std::vector<std::pair<std::int64_t, std::int64_t>>{
              {160, 96}, {1024, 1024}, {4096, 4096}, {16384, 6144}, {28672, 8192}}) {
-      all.push_back({std::to_string(shape[0]) + "x" + std::to_string(shape[1]), {shape}, 1});
+      all.push_back({bench::one_matrix(rows, cols)});
     }
   }
-  if (wants("small"))
-    all.push_back({"300 of 160x96", std::vector<std::vector<std::int64_t>>(300, {160, 96}), 1});
-  if (wants("llama")) {
-    // Four layers of Llama-3-8B: q, k, v, o, gate, up, down.
-    Workload llama{"llama", {}, 1};
-    for (int layer = 0; layer < 4; ++layer) {
-      for (const auto& shape : std::vector<std::vector<std::int64_t>>{{4096, 4096},
-                                                                      {1024, 4096},
-                                                                      {1024, 4096},
-                                                                      {4096, 4096},
-                                                                      {14336, 4096},
-                                                                      {14336, 4096},
-                                                                      {4096, 14336}}) {
-        llama.shapes.push_back(shape);
-      }
-    }
+  if (wants("small")) all.push_back({bench::many_small(300)});
+  for (const auto& [name, list] : std::vector<std::pair<const char*, bench::ParamList>>{
+           {"8b", bench::llama_8b()}, {"70b", bench::llama_70b()}}) {
     for (const int world_size : {1, 2, 8, 64}) {
-      llama.world_size = world_size;
-      all.push_back(llama);
+      if (wants(name)) all.push_back({list, world_size});
     }
   }
+  if (wants("odd")) all.push_back({bench::odd_shapes(), 32});
+  if (wants("zeros")) {
+    for (const auto& [zeros, name] : std::vector<std::pair<ZeroGrads, std::string>>{
+             {ZeroGrads::kNone, "no zero gradients"},
+             {ZeroGrads::kHalfOfRows, "gradients of half the rows 0"},
+             {ZeroGrads::kHalfOfElements, "half the gradients 0"},
+             {ZeroGrads::kAll, "all gradients 0"}}) {
+      all.push_back({{name, {{32768, 4096}}}, 1, zeros});
+    }
+  }
+  if (all.empty())
+    throw std::invalid_argument("--workload " + which +
+                                "; allowed are all, shapes, small, 8b, 70b, odd, zeros");
   return all;
+}
+
+void print_cut_share(const RankWork& work) {
+  const CutShare share = work.layout().cut_share();
+  std::cout << "cut bands: " << share.cut_bands << " with " << 100 * share.mean
+            << " % of the elements; of rank " << work.rank() << "'s, "
+            << 100 * static_cast<double>(work.cut_elems()) / static_cast<double>(work.elems()) << " %\n";
+  if (share.mean <= 0.2) throw std::logic_error("the share of cut bands is not above 20 %");
+}
+
+/// Runs one workload with sets of params that are used in turn.
+void run_workload(const Workload& workload, Storage storage, DType grad_dtype, int repeats, StreamRef stream,
+                  std::span<const AdamScalars> scalars, bench::Measurements& rows) {
+  std::vector<std::unique_ptr<RankWork>> sets;
+  sets.push_back(std::make_unique<RankWork>(workload, storage, grad_dtype, stream));
+  const RankWork& first = *sets[0];
+  const bool is_both = storage == Storage::kBoth;
+  if (workload.list.name == bench::odd_shapes().name && is_both) print_cut_share(first);
+  const std::int64_t update_bytes = first.elems() * (24 + (is_both ? 2 : 1) + dtype_bytes(grad_dtype));
+  const std::int64_t count = std::min(kRotatedBytes / update_bytes + 1, kMaxSets);
+  while (static_cast<std::int64_t>(sets.size()) < count) {
+    sets.push_back(std::make_unique<RankWork>(workload, storage, grad_dtype, stream));
+  }
+  const auto kernels = [&](int call) -> StepKernels& {
+    return sets[static_cast<std::size_t>(call) % sets.size()]->kernels();
+  };
+
+  const auto measure = [&](const auto& call) {
+    if (sets.size() == 1) return bench::measure_on_device(repeats, stream, call);
+    return bench::measure_calls(std::max(static_cast<int>(sets.size()), kCallsAtLeast), repeats, stream,
+                                call);
+  };
+
+  bench::Measurement row{.workload = workload.list.name,
+                         .shape = workload.list.shape_name(),
+                         .dtype = std::string(dtype_name(grad_dtype)),
+                         .planes = std::string(storage_name(storage))};
+  row.fraction = 1.0 / workload.world_size;
+  row.world_size = workload.world_size;
+  const auto add = [&](const char* phase, std::int64_t bytes, const bench::Times& times,
+                       std::optional<std::int64_t> wrong) {
+    row.phase = phase;
+    row.bytes = bytes;
+    row.times = times;
+    row.wrong_elements = wrong;
+    rows.add(row);
+  };
+
+  const bench::BandCheck check = first.band_check();
+  kernels(0).fused_update(scalars, nullptr, stream);
+  kernels(0).cast_cut_bands(false, nullptr, stream);
+  const std::int64_t wrong = check.count_wrong(reference::AdamSettings());
+  const auto update = [&](int call) { kernels(call).fused_update(scalars, nullptr, stream); };
+  add("update", update_bytes, measure(update), wrong);
+  if (first.cut_elems() > 0 && is_both) {
+    const auto cast = [&](int call) { kernels(call).cast_cut_bands(false, nullptr, stream); };
+    add("cut bands", 5 * first.cut_elems(), measure(cast), wrong);
+  }
+  if (is_both || workload.zeros != ZeroGrads::kNone) return;
+
+  const Buffer memory(sizeof(StepStatistics), kDevice, default_allocator(kDevice));
+  auto& statistics = *reinterpret_cast<StepStatistics*>(memory.data());
+  std::optional<std::int64_t> wrong_words;
+  if (first.elems() <= kMostComparedElems) {
+    kernels(0).grad_stats(statistics, stream);
+    StepStatistics got;
+    copy_bytes(&got, &statistics, sizeof(got), kDevice, stream);
+    synchronize(kDevice, stream);
+    wrong_words = first.count_wrong_statistics(got);
+  }
+  const auto stats = [&](int call) { kernels(call).grad_stats(statistics, stream); };
+  add("stats", first.elems() * dtype_bytes(grad_dtype), measure(stats), wrong_words);
 }
 
 void run(int argc, char** argv) {
   const int repeats = std::stoi(bench::option(argc, argv, "--repeats", "15"));
+  const std::vector<Workload> chosen = workloads(bench::option(argc, argv, "--workload", "all"));
   const Stream stream(kDevice);
-  const double ceiling = bench::copy_tb_per_s(kDevice, stream.ref());
-  std::cout << "ceiling: " << ceiling << " TB/s, a copy of 2 GiB on the device, read and written\n";
-  const reference::AdamSettings settings;
-  const std::vector<AdamScalars> host_scalars = {bench::first_step_scalars(settings)};
+  bench::Measurements rows = bench::start_measurements(argc, argv, kDevice, stream.ref());
+  const AdamScalars host_scalars = bench::first_step_scalars(reference::AdamSettings());
   const Buffer memory(sizeof(AdamScalars), kDevice, default_allocator(kDevice));
-  copy_bytes(memory.data(), host_scalars.data(), sizeof(AdamScalars), kDevice, stream.ref());
+  copy_bytes(memory.data(), &host_scalars, sizeof(AdamScalars), kDevice, stream.ref());
   const std::span<const AdamScalars> scalars(reinterpret_cast<const AdamScalars*>(memory.data()), 1);
-  const Buffer statistics(sizeof(StepStatistics), kDevice, default_allocator(kDevice));
-
-  bench::Table table({"workload", "phase", "planes", "dtype", "world_size", "bytes", "us_min", "us_median",
-                      "tb_per_s", "ratio", "wrong"});
-  for (const Workload& workload : workloads(bench::option(argc, argv, "--workload", "all"))) {
+  for (const Workload& workload : chosen) {
     for (const Storage storage : {Storage::kRow, Storage::kBoth}) {
       for (const DType grad_dtype : {DType::kFp32, DType::kBf16}) {
-        RankWork work(workload, storage, grad_dtype, stream.ref());
-        const std::int64_t wrong = work.count_wrong(scalars, settings);
-        const auto add = [&](const char* phase, std::int64_t bytes, const bench::Times& times) {
-          const double speed = bench::gb_per_s(bytes, times.p50_ms) / 1000;
-          table.add({workload.name, phase, std::string(storage_name(storage)),
-                     std::string(dtype_name(grad_dtype)), workload.world_size, bytes, 1000 * times.min_ms,
-                     1000 * times.p50_ms, speed, speed / ceiling, wrong});
-        };
-        const std::int64_t state_bytes = 24 + (storage == Storage::kBoth ? 2 : 1);
-        add("update", work.elems() * (state_bytes + dtype_bytes(grad_dtype)),
-            bench::measure_on_device(repeats, stream.ref(),
-                                     [&] { work.kernels().fused_update(scalars, nullptr, stream.ref()); }));
-        if (storage == Storage::kBoth) continue;
-        add("stats", work.elems() * dtype_bytes(grad_dtype),
-            bench::measure_on_device(repeats, stream.ref(), [&] {
-              work.kernels().grad_stats(*reinterpret_cast<StepStatistics*>(statistics.data()), stream.ref());
-            }));
+        run_workload(workload, storage, grad_dtype, repeats, stream.ref(), scalars, rows);
       }
     }
   }
-  const std::string json = bench::option(argc, argv, "--json", "");
-  if (!json.empty()) table.write_json(json);
+  bench::write_json(rows, argc, argv);
 }
 
 }  // namespace

@@ -2,13 +2,13 @@
 //
 // Each time is that of one call in a CUDA graph that goes round over sets of buffers which together are
 // larger than the second-level cache. Masters of a shard have memory of their own that starts at a multiple
-// of 256 bytes, so at offset 17 no row of the matrix is aligned.
+// of 256 bytes, so at offset 17 no row of the matrix is aligned. Bytes are those of writeback_bench on the
+// host; wrong are bytes of packed scales, planes and scale arrays that differ from the host's, all compared.
 #include "bench/writeback_bench_cuda.h"
 
 #include <algorithm>
 #include <cstdint>
 #include <cstring>
-#include <functional>
 #include <iostream>
 #include <random>
 #include <span>
@@ -33,7 +33,6 @@ constexpr Device kCuda{DeviceKind::kCuda, 0};
 constexpr std::int64_t kRotatedBytes = 256 << 20;  // several times the second-level cache
 constexpr std::int64_t kMaxSets = 64;
 constexpr int kCallsAtLeast = 24;
-constexpr int kWarmUps = 2;
 
 struct Case {
   std::int64_t rows;
@@ -48,49 +47,9 @@ struct Case {
   std::int64_t owned() const { return elems() / divisor; }
   std::string name() const {
     const std::string shape = std::to_string(rows) + "x" + std::to_string(cols);
-    return params == 1 ? shape : std::to_string(params) + "x" + shape;
+    return params == 1 ? shape : std::to_string(params) + " of " + shape;
   }
 };
-
-/// Microseconds of one call, from replays of a graph of `calls` calls.
-struct CallTimes {
-  double min_us;
-  double median_us;
-};
-
-CallTimes time_calls(int calls, int replays, StreamRef stream, const std::function<void(int)>& call) {
-  const cudaStream_t native = cuda::native(stream);
-  cudaGraph_t graph = nullptr;
-  cudaGraphExec_t exec = nullptr;
-  MXOPT_CUDA_CHECK(cudaStreamBeginCapture(native, cudaStreamCaptureModeThreadLocal));
-  for (int i = 0; i < calls; ++i) call(i);
-  MXOPT_CUDA_CHECK(cudaStreamEndCapture(native, &graph));
-  MXOPT_CUDA_CHECK(cudaGraphInstantiate(&exec, graph, 0));
-  cudaEvent_t begin = nullptr;
-  cudaEvent_t end = nullptr;
-  MXOPT_CUDA_CHECK(cudaEventCreate(&begin));
-  MXOPT_CUDA_CHECK(cudaEventCreate(&end));
-  std::vector<double> samples_ms;
-  for (int i = 0; i < kWarmUps + replays; ++i) {
-    MXOPT_CUDA_CHECK(cudaEventRecord(begin, native));
-    MXOPT_CUDA_CHECK(cudaGraphLaunch(exec, native));
-    MXOPT_CUDA_CHECK(cudaEventRecord(end, native));
-    MXOPT_CUDA_CHECK(cudaEventSynchronize(end));
-    float elapsed_ms = 0;
-    MXOPT_CUDA_CHECK(cudaEventElapsedTime(&elapsed_ms, begin, end));
-    if (i >= kWarmUps) samples_ms.push_back(static_cast<double>(elapsed_ms) / calls);
-  }
-  MXOPT_CUDA_CHECK(cudaEventDestroy(begin));
-  MXOPT_CUDA_CHECK(cudaEventDestroy(end));
-  MXOPT_CUDA_CHECK(cudaGraphExecDestroy(exec));
-  MXOPT_CUDA_CHECK(cudaGraphDestroy(graph));
-  const Times times = statistics(std::move(samples_ms));
-  return {times.min_ms * 1e3, times.p50_ms * 1e3};
-}
-
-double tb_per_s(std::int64_t bytes, double us) {
-  return static_cast<double>(bytes) / us * 1e-6;
-}
 
 /// Masters as bytes: normal values, repeated with a period that no row length divides.
 std::vector<std::uint8_t> make_masters(DType dtype, std::int64_t elems) {
@@ -165,7 +124,7 @@ std::int64_t differing(const Buffer& expected, const Buffer& got) {
   return count;
 }
 
-/// Bytes of packed scales, planes and scale arrays that differ from the host's; -1: not compared.
+/// Bytes of packed scales, planes and scale arrays that differ from the host's.
 std::int64_t count_wrong(const Case& chosen, const Set& set, const std::vector<std::uint8_t>& masters) {
   const Set expected(chosen, Device());
   expected.fill(masters, Device());
@@ -183,7 +142,7 @@ struct Options {
 };
 
 void run_case(const Case& chosen, const Options& options, const std::vector<std::uint8_t>& masters,
-              double copy_speed, StreamRef stream, Table* table) {
+              StreamRef stream, Measurements& rows) {
   std::vector<Set> sets;
   sets.emplace_back(chosen, kCuda);
   // What a call touches, not the whole matrix, must not fit into the cache.
@@ -200,19 +159,24 @@ void run_case(const Case& chosen, const Options& options, const std::vector<std:
   const Buffer nonfinite(8, kCuda, default_allocator(kCuda));
   const int calls = std::max(static_cast<int>(count), kCallsAtLeast);
   const auto at = [&](int call) { return static_cast<std::size_t>(call) % sets.size(); };
-  const CallTimes amax = time_calls(calls, options.replays, stream, [&](int i) {
+  const Times amax = measure_calls(calls, options.replays, stream, [&](int i) {
     batches[at(i)].partial_amax(sets[at(i)].packed.as<std::uint8_t>(), stream);
   });
-  const CallTimes cast = time_calls(calls, options.replays, stream, [&](int i) {
+  const Times cast = measure_calls(calls, options.replays, stream, [&](int i) {
     batches[at(i)].partial_cast(sets[at(i)].packed.as<std::uint8_t>(), nonfinite.as<std::int64_t>(), stream);
   });
-  const std::int64_t wrong = options.verify ? count_wrong(chosen, sets.back(), masters) : -1;
-  const auto add = [&](const char* workload, const CallTimes& times, std::int64_t bytes) {
-    const double speed = tb_per_s(bytes, times.median_us);
-    table->add({workload, chosen.name(), std::string(dtype_name(chosen.dtype)), "mxopt",
-                chosen.both ? "both" : "row",
-                chosen.divisor == 1 ? "1" : "1/" + std::to_string(chosen.divisor), chosen.offset, 1, bytes,
-                times.median_us, times.min_us, speed, speed / copy_speed, wrong});
+  Measurement row{.workload = "batch writeback",
+                  .shape = chosen.name(),
+                  .dtype = std::string(dtype_name(chosen.dtype)),
+                  .planes = chosen.both ? "both" : "row"};
+  row.fraction = 1.0 / static_cast<double>(chosen.divisor);
+  row.offset = chosen.offset;
+  if (options.verify) row.wrong_elements = count_wrong(chosen, sets.back(), masters);
+  const auto add = [&](const char* phase, const Times& times, std::int64_t bytes) {
+    row.phase = phase;
+    row.bytes = bytes;
+    row.times = times;
+    rows.add(row);
   };
   add("amax", amax, master_bytes + packed_bytes);
   add("cast", cast, master_bytes + owned * (chosen.both ? 2 : 1) + 2 * packed_bytes);
@@ -244,10 +208,7 @@ void run_writeback_on_cuda(int argc, char** argv) {
                         option(argc, argv, "--verify", "1") != "0",
                         std::stoll(option(argc, argv, "--max-elems", "1000000000"))};
   const Stream stream(kCuda);
-  Table table({"workload", "shape", "dtype", "implementation", "planes", "fraction", "offset", "world_size",
-               "bytes", "us_median", "us_min", "tb_per_s", "ratio_to_ceiling", "wrong_elements"});
-  const double copy_speed = copy_tb_per_s(kCuda, stream.ref());
-  std::cout << "ceiling: device copy " << copy_speed << " TB/s\n";
+  Measurements rows = start_measurements(argc, argv, kCuda, stream.ref());
   std::vector<Case> cases = all_cases();
   std::erase_if(cases, [&](const Case& chosen) { return chosen.elems() > options.max_elems; });
   std::int64_t largest = 0;
@@ -257,10 +218,9 @@ void run_writeback_on_cuda(int argc, char** argv) {
   for (const Case& chosen : cases) {
     if (chosen.dtype != dtype) masters = make_masters(chosen.dtype, largest);
     dtype = chosen.dtype;
-    run_case(chosen, options, masters, copy_speed, stream.ref(), &table);
+    run_case(chosen, options, masters, stream.ref(), rows);
   }
-  const std::string json = option(argc, argv, "--json", "");
-  if (!json.empty()) table.write_json(json);
+  write_json(rows, argc, argv);
 }
 
 }  // namespace mxopt::bench

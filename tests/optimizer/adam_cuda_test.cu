@@ -101,14 +101,26 @@ TEST_F(AdamCuda, QuotientsOfRandomOrdinaryNumbersAreRight) {
   EXPECT_EQ(failures_of(QuotientIsRight{}, std::int64_t{1} << 32), 0);
 }
 
-/// Any bits at all, or ordinary numbers of training, with hyper-parameters of both kinds.
+enum class Numbers {
+  kAnyBits,
+  kOfTraining,  // ordinary ones
+  kFading,      // what is left where gradients are 0: moments down to subnormal numbers and 0
+};
+
 struct UpdateIsRight {
   AdamScalars scalars;
-  bool any_bits;
+  Numbers numbers;
 
   __device__ float number(std::int64_t seed, std::int64_t i, int low, int high) const {
     const std::uint32_t bits = mix(static_cast<std::uint64_t>(seed), i);
-    if (any_bits) return bits_to_float(bits);
+    if (numbers == Numbers::kAnyBits) return bits_to_float(bits);
+    if (numbers == Numbers::kFading) {
+      // From the smallest subnormal numbers up to 2^high; a quarter of them is 0.
+      const std::uint32_t exponent = (bits >> 20) % static_cast<std::uint32_t>(128 + high);
+      const std::uint32_t magnitude =
+          (exponent << 23 | (bits & 0x7FFFFFu)) >> (exponent == 0 ? bits % 23 : 0);
+      return bits_to_float(bits << 31 | ((bits >> 18 & 3u) != 0 ? magnitude : 0));
+    }
     const float sign = (bits & 0x100u) != 0 ? -1.0f : 1.0f;
     return bits % 97 == 0 ? sign * 0.0f : sign * ordinary(bits, low, high);
   }
@@ -119,9 +131,9 @@ struct UpdateIsRight {
     for (int k = 0; k < 4; ++k) {
       const std::int64_t at = 4 * i + k;
       p[k] = number(3, at, -20, 3);
-      m[k] = number(4, at, -70, 10);
+      m[k] = numbers == Numbers::kFading ? number(4, at, 0, -40) : number(4, at, -70, 10);
       v[k] = fabsf(number(5, at, -126, 10));
-      g[k] = number(6, at, -60, 10);
+      g[k] = numbers == Numbers::kFading ? number(6, at, 0, -60) : number(6, at, -60, 10);
       expected[k] = adam_update({p[k], m[k], v[k]}, g[k], scalars);
     }
     const cuda::AdamConstants constants(&scalars);
@@ -140,18 +152,21 @@ TEST_F(AdamCuda, UpdatesOfFourAreThoseOfOne) {
   scalars.beta2 = 0.95f;
   scalars.omb1 = static_cast<float>(1 - 0.9);
   scalars.omb2 = static_cast<float>(1 - 0.95);
-  scalars.eps = 1e-8f;
   scalars.lr = 3e-4f;
   scalars.weight_decay = 0.1f;
   scalars.grad_factor = 0.37f;
-  for (const bool decoupled : {true, false}) {
-    for (const float bc : {0.1f, 1.0f, 1e-7f}) {  // the last one is not ordinary
-      for (const bool any_bits : {true, false}) {
-        scalars.decoupled = decoupled;
-        scalars.bc1 = bc;
-        scalars.bc2 = bc == 1.0f ? 1.0f : bc / 2;
-        EXPECT_EQ(failures_of(UpdateIsRight{scalars, any_bits}, std::int64_t{1} << 24), 0)
-            << "decoupled " << decoupled << ", bc1 " << bc << ", any bits " << any_bits;
+  for (const Numbers numbers : {Numbers::kAnyBits, Numbers::kOfTraining, Numbers::kFading}) {
+    for (const bool decoupled : {true, false}) {
+      for (const float bc : {0.1f, 1.0f, 1e-7f}) {  // the last one is not ordinary
+        for (const float eps : {1e-8f, 0.0f}) {
+          scalars.decoupled = decoupled;
+          scalars.bc1 = bc;
+          scalars.bc2 = bc == 1.0f ? 1.0f : bc / 2;
+          scalars.eps = eps;
+          EXPECT_EQ(failures_of(UpdateIsRight{scalars, numbers}, std::int64_t{1} << 24), 0)
+              << "decoupled " << decoupled << ", bc1 " << bc << ", eps " << eps << ", numbers "
+              << static_cast<int>(numbers);
+        }
       }
     }
   }

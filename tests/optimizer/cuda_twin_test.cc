@@ -37,7 +37,7 @@ TEST_F(CudaTwin, SmallBucketsAndNanInPaddingChangeNothing) {
   const test::Facts expected = run_world(1, scenario);
   scenario.config.optimizer.bucket_elems = 3000;
   scenario.nan_padding = true;
-  for (const int size : {1, 4}) {
+  for (const int size : {1, 2, 4}) {
     EXPECT_TRUE(same_facts(expected, run_world(size, scenario, {}, kCuda))) << "W " << size;
   }
 }
@@ -84,6 +84,28 @@ TEST_F(CudaTwin, ManyTinyParams) {
     }
   }
   expect_twin(std::move(specs), {1, 2}, DType::kBf16);
+}
+
+// Kernels of a step may begin while the one in front of them still runs.
+TEST_F(CudaTwin, StepsBackToBackWithoutAWaitGiveTheStateOfTheHost) {
+  Scenario scenario;
+  scenario.config.schedule.decay_steps = 300;
+  const auto run = [&](Device device) {
+    const Stream stream(device);
+    const test::Place place{device, stream.ref()};
+    SelfCommunicator comm(device), side;
+    DistributedAdam opt(scenario.specs, scenario.config, comm, device);
+    test::set_all_initial(opt, scenario.specs, 0, place.stream);
+    opt.publish(place.stream);
+    test::feed(opt, scenario, 0, 0, 1, place);
+    // Without a new gradient: the moments go on moving the masters.
+    for (int step = 0; step < 200; ++step) opt.step(place.stream);
+    test::Facts facts = test::state_facts(opt, side, "", place);
+    test::add_record_facts(facts, *opt.last_report(place.stream), "");
+    return facts;
+  };
+  const test::Facts expected = run(Device());
+  for (int i = 0; i < 5; ++i) EXPECT_TRUE(same_facts(expected, run(kCuda)));
 }
 
 }  // namespace
