@@ -1,9 +1,9 @@
 # Finds libtorch: a packaged one (headers and libraries where the compiler looks, or below CMAKE_PREFIX_PATH or
 # Torch_ROOT), else the PyTorch that python3 would import. Sets TORCH_PROBLEM, empty when the target
-# mxopt_torch can be linked.
+# mxopt_torch can be linked. The target's property MXOPT_DEVICES is host, or cuda where it computes on GPUs too.
 #
 # Why not find_package(Torch): its configuration ends the whole configure run when a dependency of a CUDA build is
-# missing (protobuf, nvcc). The trainer computes on the host and needs two libraries and the headers only.
+# missing (protobuf, nvcc). The trainer needs the headers and two libraries, on GPUs four, and no header of CUDA.
 function(mxopt_find_torch)
   set(TORCH_PROBLEM "" PARENT_SCOPE)
   set(hints ${Torch_ROOT} $ENV{Torch_ROOT})
@@ -54,12 +54,33 @@ function(mxopt_find_torch)
     return()
   endif()
 
+  # Without the CUDA backend libtorch's CUDA part would only take time to load.
+  set(torch_libraries ${MXOPT_TORCH_CPU} ${MXOPT_TORCH_C10})
+  set(kind host)
+  set(devices "the host")
+  if(MXOPT_HAVE_CUDA)
+    find_library(MXOPT_TORCH_CUDA torch_cuda HINTS ${libraries} NO_DEFAULT_PATH)
+    find_library(MXOPT_TORCH_C10_CUDA c10_cuda HINTS ${libraries} NO_DEFAULT_PATH)
+    # Since 2.4 events tell the time between them through headers that need no header of CUDA.
+    file(STRINGS ${MXOPT_TORCH_INCLUDE}/c10/core/Event.h event_times REGEX "elapsedTime")
+    if(NOT MXOPT_TORCH_CUDA OR NOT MXOPT_TORCH_C10_CUDA)
+      string(APPEND devices ": this libtorch has no CUDA")
+    elseif(NOT event_times)
+      string(APPEND devices ": for GPUs libtorch 2.4 or newer is needed")
+    else()
+      list(APPEND torch_libraries ${MXOPT_TORCH_CUDA} ${MXOPT_TORCH_C10_CUDA})
+      set(devices "the host and GPUs")
+      set(kind cuda)
+    endif()
+  endif()
+
   # IMPORTED, so that these headers give no warnings. libtorch itself is left out: in a CUDA build it does no more than
-  # load all of CUDA. Operators register themselves when libtorch_cpu is loaded, so it must stay linked.
+  # load all of CUDA. Operators register themselves when their library is loaded, so it must stay linked.
   add_library(mxopt_torch INTERFACE IMPORTED GLOBAL)
+  set_target_properties(mxopt_torch PROPERTIES MXOPT_DEVICES ${kind})
   target_include_directories(mxopt_torch INTERFACE
     ${MXOPT_TORCH_INCLUDE} ${MXOPT_TORCH_INCLUDE}/torch/csrc/api/include)
   target_link_libraries(mxopt_torch INTERFACE
-    -Wl,--no-as-needed ${MXOPT_TORCH_CPU} ${MXOPT_TORCH_C10} -Wl,--as-needed)
-  message(STATUS "mxopt: train_gpt uses ${MXOPT_TORCH_CPU}")
+    -Wl,--no-as-needed ${torch_libraries} -Wl,--as-needed)
+  message(STATUS "mxopt: train_gpt uses ${MXOPT_TORCH_CPU} and computes on ${devices}")
 endfunction()

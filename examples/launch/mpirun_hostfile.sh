@@ -8,6 +8,8 @@
 #   node1 slots=4
 #   node2 slots=4
 #
+# On GPUs, slots is the number of GPUs, and parallel.device=cuda a key=value.
+#
 # What every node needs: the same checkout, build and data at the same path (a shared file system, or copies), the
 # same Open MPI, and ssh without a password from the node that runs this script. Ranks compare their configuration and
 # the digest of their data before they train.

@@ -15,6 +15,7 @@
 #include <omp.h>
 #endif
 
+#include "train_gpt/compute_device.h"
 #include "train_gpt/param_access.h"
 #include "train_gpt/param_functions.h"
 #include "train_gpt/random.h"
@@ -86,10 +87,14 @@ void use_threads(int threads) {
 class GptModel::Impl {
  public:
   Impl(const ModelConfig& config, std::int64_t seq_len, mxopt::BackwardOverride backward_override,
-       mxopt::DistributedAdam& optimizer)
-      : config_(config), seq_len_(seq_len), optimizer_(optimizer), params_(optimizer, backward_override) {
-    const at::Tensor future = at::ones({seq_len, seq_len}, at::kBool).triu(1);
-    mask_ = at::zeros({seq_len, seq_len}, at::kFloat)
+       mxopt::DistributedAdam& optimizer, mxopt::Device device)
+      : config_(config),
+        seq_len_(seq_len),
+        optimizer_(optimizer),
+        device_(device),
+        params_(optimizer, backward_override, device) {
+    const at::Tensor future = at::ones({seq_len, seq_len}, params_.options().dtype(at::kBool)).triu(1);
+    mask_ = at::zeros({seq_len, seq_len}, params_.options())
                 .masked_fill(future, -std::numeric_limits<double>::infinity());
   }
 
@@ -112,17 +117,21 @@ class GptModel::Impl {
           fill_normal(values, count, seed, param.name, residual_std);
           break;
       }
-      optimizer_.set_initial(param.name, std::span<const float>(values));
+      optimizer_.set_initial(param.name, std::span<const float>(values), tensor_stream(device_));
     }
   }
 
-  double forward(std::span<const std::uint8_t> sequences) {
+  void forward(std::span<const std::uint8_t> sequences, std::int64_t micro_batches) {
     const auto bytes = static_cast<std::int64_t>(sequences.size());
     MXOPT_CHECK(bytes > 0 && bytes % (seq_len_ + 1) == 0,
                 bytes << " bytes are not whole sequences of " << seq_len_ << " + 1");
     const std::int64_t count = bytes / (seq_len_ + 1);
-    at::Tensor ids = at::empty({count, seq_len_ + 1}, at::kLong);
+    // A copy of pageable memory to a GPU would wait for what the stream holds.
+    const bool pinned = device_.kind == mxopt::DeviceKind::kCuda;
+    at::Tensor ids =
+        at::empty({count, seq_len_ + 1}, at::TensorOptions().dtype(at::kLong).pinned_memory(pinned));
     std::copy(sequences.begin(), sequences.end(), ids.data_ptr<std::int64_t>());
+    ids = ids.to(tensor_device(device_), at::kLong, /*non_blocking=*/true);
     const at::Tensor inputs = ids.narrow(1, 0, seq_len_).contiguous();
     const at::Tensor targets = ids.narrow(1, 1, seq_len_).reshape({-1});
 
@@ -133,14 +142,20 @@ class GptModel::Impl {
     }
     const at::Tensor logits = linear(params_, "head", norm("final_norm", x));
     loss_ = at::cross_entropy_loss(logits, targets);
-    return loss_.item<double>();
+    const at::Tensor share = loss_.detach().to(at::kDouble).div(static_cast<double>(micro_batches));
+    loss_sum_ = loss_sum_.defined() ? loss_sum_ + share : share;
   }
 
-  void backward(double loss_factor, double grad_factor) {
+  void backward(double grad_factor) {
     MXOPT_CHECK(loss_.defined(), "backward() without a forward()");
     params_.set_grad_factor(grad_factor);
-    loss_.backward(at::full({}, loss_factor, at::kFloat));
+    loss_.backward(params_.loss_scale());
     loss_.reset();
+  }
+
+  double take_loss() {
+    MXOPT_CHECK(loss_sum_.defined(), "take_loss() without a forward()");
+    return std::exchange(loss_sum_, at::Tensor()).item<double>();
   }
 
   double take_wait_ms() { return params_.take_wait_ms(); }
@@ -171,24 +186,29 @@ class GptModel::Impl {
   ModelConfig config_;
   std::int64_t seq_len_;
   mxopt::DistributedAdam& optimizer_;
+  mxopt::Device device_;
   ParamAccess params_;
   at::Tensor mask_;
   at::Tensor loss_;
+  at::Tensor loss_sum_;
 };
 
 GptModel::GptModel(const ModelConfig& config, std::int64_t seq_len, mxopt::BackwardOverride backward_override,
-                   mxopt::DistributedAdam& optimizer)
-    : impl_(std::make_unique<Impl>(config, seq_len, backward_override, optimizer)) {}
+                   mxopt::DistributedAdam& optimizer, mxopt::Device device)
+    : impl_(std::make_unique<Impl>(config, seq_len, backward_override, optimizer, device)) {}
 GptModel::~GptModel() = default;
 
 void GptModel::set_initial_values(std::uint64_t seed) {
   impl_->set_initial_values(seed);
 }
-double GptModel::forward(std::span<const std::uint8_t> sequences) {
-  return impl_->forward(sequences);
+void GptModel::forward(std::span<const std::uint8_t> sequences, std::int64_t micro_batches) {
+  impl_->forward(sequences, micro_batches);
 }
-void GptModel::backward(double loss_factor, double grad_factor) {
-  impl_->backward(loss_factor, grad_factor);
+void GptModel::backward(double grad_factor) {
+  impl_->backward(grad_factor);
+}
+double GptModel::take_loss() {
+  return impl_->take_loss();
 }
 double GptModel::take_wait_ms() {
   return impl_->take_wait_ms();

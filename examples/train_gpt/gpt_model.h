@@ -12,6 +12,7 @@
 
 #include "mxopt/optimizer/config.h"
 #include "mxopt/optimizer/distributed_adam.h"
+#include "mxopt/params/memory.h"
 #include "mxopt/params/param_spec.h"
 
 namespace train_gpt {
@@ -24,11 +25,13 @@ std::vector<mxopt::ParamSpec> gpt_params(const ModelConfig& config, std::int64_t
 /// Uses the first `threads` threads of the tensor library in this process from now on.
 void use_threads(int threads);
 
+/// On a GPU the calls enqueue on the stream of the tensor library (compute_device.h); only take_loss() waits
+/// for it.
 class GptModel {
  public:
-  /// optimizer  made of gpt_params(config, seq_len); must outlive the model.
+  /// optimizer  made of gpt_params(config, seq_len) on `device`; must outlive the model.
   GptModel(const ModelConfig& config, std::int64_t seq_len, mxopt::BackwardOverride backward_override,
-           mxopt::DistributedAdam& optimizer);
+           mxopt::DistributedAdam& optimizer, mxopt::Device device);
   ~GptModel();
   GptModel(const GptModel&) = delete;
   GptModel& operator=(const GptModel&) = delete;
@@ -37,15 +40,20 @@ class GptModel {
   /// still due.
   void set_initial_values(std::uint64_t seed);
 
-  /// Mean loss over the bytes of one micro-batch, in nats.
+  /// The mean loss over the bytes of one micro-batch, in nats. Divided by micro_batches, it counts in
+  /// take_loss().
   /// sequences  [n, seq_len + 1] bytes: inputs are the first seq_len of a row, targets the last.
-  double forward(std::span<const std::uint8_t> sequences);
+  void forward(std::span<const std::uint8_t> sequences, std::int64_t micro_batches);
 
-  /// Adds the gradients of loss_factor * loss of the last forward() into the optimizer's gradient views, then
-  /// multiplies those views by grad_factor: the mean over micro-batches is taken with the last one.
-  void backward(double loss_factor, double grad_factor);
+  /// Adds the gradients of the last forward()'s loss, times the optimizer's loss scale, into the optimizer's
+  /// gradient views, then multiplies those views by grad_factor: the mean over micro-batches is taken with
+  /// the last one.
+  void backward(double grad_factor);
 
-  /// Time spent waiting for planes since the last call.
+  /// Sum of what forward() has computed since the last call.
+  double take_loss();
+
+  /// Time that the host spent waiting for planes since the last call; 0 on a GPU, whose stream waits.
   double take_wait_ms();
 
  private:

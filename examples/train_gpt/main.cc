@@ -9,6 +9,7 @@
 
 #include <CLI/CLI.hpp>
 
+#include "train_gpt/compute_device.h"
 #include "train_gpt/cpu_share.h"
 #include "train_gpt/metrics.h"
 #include "train_gpt/mpi_job.h"
@@ -37,6 +38,7 @@ struct Options {
 struct Prepared {
   TrainerConfig config;
   mxopt::ConfigSchema schema;
+  mxopt::Device device;
   std::unique_ptr<TextData> data;
   std::unique_ptr<MetricsFile> metrics;
 };
@@ -83,7 +85,8 @@ void prepare(const MpiJob& job, Prepared& prepared) {
   job.check_launcher();
   const TrainConfig& train = prepared.config.train;
   const auto origin = [&prepared](std::string_view key) { return prepared.schema.origin(key); };
-  validate_world_size(prepared.config, prepared.schema, job.size());
+  prepared.device = compute_device(prepared.config.library.parallel, prepared.schema, job.node_rank());
+  validate_job(prepared.config, prepared.schema, job.size(), prepared.device.kind);
   prepared.data = std::make_unique<TextData>(prepared.config.data.files, train.seq_len, origin("data.files"));
   prepared.metrics =
       std::make_unique<MetricsFile>(job.rank() == 0 ? train.metrics : "", origin("train.metrics"));
@@ -125,11 +128,14 @@ int run(MpiJob& job, int argc, char** argv) {
   // Declared out here: after an error the trainer must live until the job has ended.
   std::optional<Trainer> trainer;
   outcome = outcome_of([&] {
+    const bool on_gpu = prepared.device.kind == mxopt::DeviceKind::kCuda;
+    job.require_equal("the kind of device, parallel.device", on_gpu ? "cuda" : "host");
     job.require_equal("the configuration", shared_values(config));
     job.require_equal("the text of data.files", data_text(*prepared.data));
     const CpuShare cpus = find_cpu_share(job, config.train.threads);
     if (!cpus.warning.empty()) std::cerr << "train_gpt: warning: " << cpus.warning << std::endl;
-    trainer.emplace(config, *prepared.data, cpus, *prepared.metrics);
+    use_device(prepared.device);
+    trainer.emplace(config, prepared.device, *prepared.data, cpus, *prepared.metrics);
     trainer->run();
   });
   const double wait_s = outcome.failed ? kFailureWaitS : config.library.parallel.timeout_s;

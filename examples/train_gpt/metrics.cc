@@ -3,6 +3,7 @@
 #include <cerrno>
 #include <cstring>
 #include <filesystem>
+#include <utility>
 
 #include <nlohmann/json.hpp>
 
@@ -11,7 +12,8 @@
 namespace train_gpt {
 
 std::string to_json(const StepMetrics& metrics) {
-  const StepTimes& ms = metrics.ms;
+  nlohmann::ordered_json ms = nlohmann::ordered_json::object();
+  for (const PhaseTime& phase : metrics.ms) ms[std::string(phase.name)] = phase.ms;
   const nlohmann::ordered_json line = {
       {"step", metrics.step},
       {"loss", metrics.loss},
@@ -20,16 +22,7 @@ std::string to_json(const StepMetrics& metrics) {
       {"clip_factor", metrics.clip_factor},
       {"taken", metrics.taken},
       {"tokens_per_s", metrics.tokens_per_s},
-      {"ms",
-       {{"forward", ms.forward},
-        {"backward", ms.backward},
-        {"reduce_scatter", ms.reduce_scatter},
-        {"statistics", ms.statistics},
-        {"update", ms.update},
-        {"scales", ms.scales},
-        {"gather", ms.gather},
-        {"wait", ms.wait},
-        {"total", ms.total}}},
+      {"ms", std::move(ms)},
       {"amax_reductions", metrics.amax_reductions},
       {"gathered_bytes", metrics.gathered_bytes},
       {"plain_param_bytes", metrics.plain_param_bytes},

@@ -4,20 +4,15 @@
 #include <cstdint>
 #include <fstream>
 #include <string>
+#include <string_view>
+#include <vector>
 
 namespace train_gpt {
 
-/// Milliseconds of one step on rank 0. Waiting for planes is in `wait` and in no other phase.
-struct StepTimes {
-  double forward = 0;
-  double backward = 0;
-  double reduce_scatter = 0;
-  double statistics = 0;
-  double update = 0;
-  double scales = 0;
-  double gather = 0;
-  double wait = 0;
-  double total = 0;
+/// One phase of a step.
+struct PhaseTime {
+  std::string_view name;  // of a constant
+  double ms = 0;
 };
 
 struct StepMetrics {
@@ -27,8 +22,8 @@ struct StepMetrics {
   double grad_norm = 0;
   double clip_factor = 1;
   bool taken = false;
-  double tokens_per_s = 0;  // of all ranks
-  StepTimes ms;
+  double tokens_per_s = 0;    // of all ranks
+  std::vector<PhaseTime> ms;  // of rank 0; which phases there are depends on the device
   std::int64_t amax_reductions = 0;
   std::int64_t gathered_bytes = 0;              // planes of MXFP8 params, as every rank ends up with
   std::int64_t plain_param_bytes = 0;           // bf16 and fp32 params

@@ -113,6 +113,7 @@ MpiJob::MpiJob(int* argc, char*** argv) {
   MPI_Comm_dup(MPI_COMM_WORLD, &comms_->outcomes);
   MPI_Comm_dup(MPI_COMM_WORLD, &comms_->control);
   MPI_Comm_split_type(MPI_COMM_WORLD, MPI_COMM_TYPE_SHARED, rank_, MPI_INFO_NULL, &comms_->node);
+  MPI_Comm_rank(comms_->node, &node_rank_);
 }
 
 MpiJob::~MpiJob() {

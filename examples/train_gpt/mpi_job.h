@@ -27,6 +27,8 @@ class MpiJob {
 
   int rank() const { return rank_; }
   int size() const { return size_; }
+  /// This rank's number among those of its node.
+  int node_rank() const { return node_rank_; }
   const std::string& host() const { return host_; }
 
   /// Throws ConfigError when MPI is not as the launcher's variables say: then each process would train alone.
@@ -54,6 +56,7 @@ class MpiJob {
   struct Comms;
   int rank_ = 0;
   int size_ = 1;
+  int node_rank_ = 0;
   std::string host_;
   std::unique_ptr<Comms> comms_;
 };

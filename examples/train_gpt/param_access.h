@@ -2,8 +2,9 @@
 // gradients.
 //
 // The optimizer's storage is the only lasting copy of a weight. An MXFP8 plane or bf16 values become fp32 in
-// one scratch tensor that all params share, so a tensor got here is valid until the next one is asked for.
-// One thread.
+// one scratch tensor that all params share, so a tensor got here is valid until the next one is asked for; on
+// a GPU, for work that was enqueued before. One thread at a time: on a GPU the backward pass runs on another
+// one than the forward pass.
 #pragma once
 
 #include <string>
@@ -13,6 +14,7 @@
 
 #include "mxopt/optimizer/config.h"
 #include "mxopt/optimizer/distributed_adam.h"
+#include "mxopt/params/memory.h"
 
 namespace train_gpt {
 
@@ -21,7 +23,12 @@ enum class Pass { kForward, kBackward };
 class ParamAccess {
  public:
   /// optimizer  must outlive this object; its gradients must be fp32.
-  ParamAccess(mxopt::DistributedAdam& optimizer, mxopt::BackwardOverride backward_override);
+  /// device     the optimizer's.
+  ParamAccess(mxopt::DistributedAdam& optimizer, mxopt::BackwardOverride backward_override,
+              mxopt::Device device);
+
+  /// Of fp32 tensors where the params are.
+  at::TensorOptions options() const;
 
   /// fp32 values of a whole param. An MXFP8 param is read from its row plane in the forward pass; in the
   /// backward pass from its column plane, or from the row plane where there is none or backward_override is
@@ -38,7 +45,10 @@ class ParamAccess {
   /// What grad_ready() multiplies gradients by from now on.
   void set_grad_factor(double factor) { grad_factor_ = factor; }
 
-  /// Time spent waiting for planes since the last call.
+  /// A copy of the factor that losses are multiplied by before the backward pass.
+  at::Tensor loss_scale() const;
+
+  /// Time that the host spent waiting for planes since the last call; 0 on a GPU, whose stream waits.
   double take_wait_ms();
 
  private:
@@ -47,6 +57,7 @@ class ParamAccess {
 
   mxopt::DistributedAdam& optimizer_;
   mxopt::BackwardOverride backward_override_;
+  mxopt::Device device_;
   at::Tensor scratch_;
   double wait_ms_ = 0;
   double grad_factor_ = 1;

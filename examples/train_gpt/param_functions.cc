@@ -92,7 +92,7 @@ struct EmbeddingFunction : Function<EmbeddingFunction> {
     context->save_for_backward({anchor, ids});
     const std::int64_t seq_len = ids.size(1);
     at::Tensor out = params.rows(table, ids.reshape({-1}));
-    const at::Tensor position_rows = params.rows(positions, at::arange(seq_len, at::kLong));
+    const at::Tensor position_rows = params.rows(positions, at::arange(seq_len, ids.options()));
     out.view({ids.size(0), seq_len, -1}).add_(position_rows);
     return out;
   }
@@ -106,7 +106,12 @@ struct EmbeddingFunction : Function<EmbeddingFunction> {
     const at::Tensor dy = grads[0].contiguous();
     params.grad(positions).narrow(0, 0, ids.size(1)).add_(dy.view({ids.size(0), ids.size(1), -1}).sum(0));
     params.grad_ready(positions);
-    params.grad(table).index_add_(0, ids.reshape({-1}), dy);
+    if (dy.is_cpu()) {
+      params.grad(table).index_add_(0, ids.reshape({-1}), dy);
+    } else {
+      // Why not index_add_: on a GPU it adds in an order that changes from run to run.
+      params.grad(table).index_put_({ids.reshape({-1})}, dy, /*accumulate=*/true);
+    }
     params.grad_ready(table);
     return {at::zeros_like(saved[0]), at::Tensor(), at::Tensor(), at::Tensor(), at::Tensor()};
   }
@@ -129,7 +134,7 @@ at::Tensor layer_norm(ParamAccess& params, const std::string& scale, const std::
 
 at::Tensor embedding(ParamAccess& params, const std::string& table, const std::string& positions,
                      const at::Tensor& ids) {
-  const at::Tensor anchor = at::zeros({1}, at::kFloat).set_requires_grad(true);
+  const at::Tensor anchor = at::zeros({1}, ids.options().dtype(at::kFloat)).set_requires_grad(true);
   return EmbeddingFunction::apply(anchor, ids, address_of(params), table, positions);
 }
 

@@ -20,8 +20,8 @@ at::Tensor linear(ParamAccess& params, const std::string& weight, const at::Tens
 at::Tensor layer_norm(ParamAccess& params, const std::string& scale, const std::string& shift,
                       const at::Tensor& x);
 
-/// Rows `ids` of the table, plus the first rows of the position table: [sequences, seq_len] int64 ids give
-/// [sequences * seq_len, hidden].
+/// Rows `ids`, on the params' device, of the table, plus the first rows of the position table: [sequences,
+/// seq_len] int64 ids give [sequences * seq_len, hidden].
 at::Tensor embedding(ParamAccess& params, const std::string& table, const std::string& positions,
                      const at::Tensor& ids);
 

@@ -6,6 +6,8 @@
 #include <sstream>
 #include <string>
 
+#include "train_gpt/compute_device.h"
+
 #include "mxopt/collectives/make_communicator.h"
 
 namespace train_gpt {
@@ -35,18 +37,27 @@ std::string memory_line(const std::string& report) {
   return report;
 }
 
+mxopt::CommunicatorOptions host_options(const mxopt::ParallelConfig& parallel) {
+  mxopt::CommunicatorOptions options = mxopt::communicator_options(parallel);
+  options.transport = mxopt::Transport::kAuto;
+  return options;
+}
+
 }  // namespace
 
-Trainer::Trainer(const TrainerConfig& config, const TextData& data, const CpuShare& cpus,
-                 MetricsFile& metrics)
+Trainer::Trainer(const TrainerConfig& config, mxopt::Device device, const TextData& data,
+                 const CpuShare& cpus, MetricsFile& metrics)
     : config_(config),
+      device_(device),
       data_(data),
       metrics_(metrics),
-      comm_(mxopt::make_communicator(mxopt::communicator_options(config.library.parallel))),
-      loss_comm_(comm_->split(0, comm_->rank())),
+      comm_(mxopt::make_communicator(mxopt::communicator_options(config.library.parallel, device))),
+      loss_comm_(mxopt::make_communicator(host_options(config.library.parallel))),
       traced_(*comm_),
-      optimizer_(gpt_params(config.model, config.train.seq_len), config.library, traced_),
-      model_(config.model, config.train.seq_len, config.library.precision.backward_override, optimizer_),
+      optimizer_(gpt_params(config.model, config.train.seq_len), config.library, traced_, device),
+      model_(config.model, config.train.seq_len, config.library.precision.backward_override, optimizer_,
+             device),
+      timer_(device),
       tokens_per_step_(config.train.global_batch * config.train.seq_len) {
   use_threads(cpus.threads);
   if (comm_->rank() != 0) return;
@@ -55,13 +66,15 @@ Trainer::Trainer(const TrainerConfig& config, const TextData& data, const CpuSha
   text << "text: " << data.bytes() << " bytes in " << data.files() << " files\n"
        << "threads per rank: " << cpus.threads << "; rank 0 may run on " << cpus.allowed_cores << " of "
        << cpus.node_cores << " cores, shared by " << cpus.node_ranks << " ranks\n"
+       << "device of rank 0: "
+       << (device.kind == mxopt::DeviceKind::kHost ? "the host" : tensor_device(device).str()) << '\n'
        << optimizer_.construction().text();
   progress_->note(text.str());
 }
 
 void Trainer::run() {
   model_.set_initial_values(static_cast<std::uint64_t>(config_.train.seed));
-  optimizer_.publish();
+  optimizer_.publish(tensor_stream(device_));
   wait_for_all_params();
   for (std::int64_t step = 1; step <= config_.train.last_step(); ++step) {
     const StepMetrics metrics = train_step(step);
@@ -77,13 +90,17 @@ void Trainer::run() {
 StepMetrics Trainer::train_step(std::int64_t step) {
   Stopwatch watch;
   traced_.reset();
-  const Gradients gradients = compute_gradients(step);
-  const mxopt::StepReport report = optimizer_.step();
+  const PlaneWaits waits = compute_gradients(step);
+  timer_.begin(Phase::kOptimizer);
+  const mxopt::StepReport report = optimizer_.step(tensor_stream(device_));
+  timer_.end();
 
+  // Here, and nowhere else in a step, the host waits for a GPU: for the report first, since that wait has a
+  // deadline.
   StepMetrics metrics;
   metrics.step = step;
-  metrics.loss = mean_over_ranks(gradients.loss);
   metrics.lr = report->lr;
+  metrics.loss = mean_over_ranks(model_.take_loss());
   metrics.grad_norm = report->grad_norm;
   metrics.clip_factor = report->clip_factor;
   metrics.taken = report->taken;
@@ -92,41 +109,51 @@ StepMetrics Trainer::train_step(std::int64_t step) {
   metrics.gathered_bytes = traced_.counts(mxopt::Traffic::kPlanes).bytes;
   metrics.plain_param_bytes = traced_.counts(mxopt::Traffic::kPlain).bytes;
   metrics.high_precision_param_bytes = traced_.counts(mxopt::Traffic::kHighPrecision).bytes;
-  metrics.ms.forward = gradients.forward_ms;
-  metrics.ms.backward = gradients.backward_ms;
-  metrics.ms.wait = gradients.wait_ms;
-  metrics.ms.reduce_scatter = report->ms.reduce_scatter;
-  metrics.ms.statistics = report->ms.statistics;
-  metrics.ms.update = report->ms.update;
-  metrics.ms.scales = report->ms.scales;
-  metrics.ms.gather = report->ms.gather;
-  metrics.ms.total = watch.lap_ms();
-  metrics.tokens_per_s = static_cast<double>(tokens_per_step_) / metrics.ms.total * 1e3;
+  metrics.ms = phase_times(waits, report->ms);
+  const double total_ms = watch.lap_ms();
+  metrics.ms.push_back({"total", total_ms});
+  metrics.tokens_per_s = static_cast<double>(tokens_per_step_) / total_ms * 1e3;
   return metrics;
 }
 
-Trainer::Gradients Trainer::compute_gradients(std::int64_t step) {
+std::vector<PhaseTime> Trainer::phase_times(const PlaneWaits& waits, const mxopt::PhaseTimes& host) {
+  const PhaseTimer::Times times = timer_.take();
+  if (device_.kind == mxopt::DeviceKind::kCuda) {
+    // The optimizer's own times are the host's, which only enqueues.
+    return {
+        {"forward", times.forward_ms}, {"backward", times.backward_ms}, {"optimizer", times.optimizer_ms}};
+  }
+  return {{"forward", times.forward_ms - waits.forward_ms},
+          {"backward", times.backward_ms - waits.backward_ms},
+          {"reduce_scatter", host.reduce_scatter},
+          {"statistics", host.statistics},
+          {"update", host.update},
+          {"scales", host.scales},
+          {"gather", host.gather},
+          {"wait", waits.forward_ms + waits.backward_ms}};
+}
+
+Trainer::PlaneWaits Trainer::compute_gradients(std::int64_t step) {
   // Rank r of W takes micro-batches [r * share, (r + 1) * share) of the global batch; the optimizer's
   // reduction averages over ranks, so a rank divides by its own share only. Why at the end: so each
   // micro-batch is computed with the same rounding for every W.
   const std::int64_t share = config_.train.micro_batches() / comm_->size();
   const std::int64_t first = comm_->rank() * share;
-  Gradients sum;
+  PlaneWaits waits;
   for (std::int64_t i = 0; i < share; ++i) {
     const auto sequences = data_.micro_batch(static_cast<std::uint64_t>(config_.train.seed), step, first + i,
                                              config_.train.micro_batch);
     const bool last = i + 1 == share;
     optimizer_.begin_backward(last);
-    Stopwatch watch;
-    sum.loss += model_.forward(sequences) / static_cast<double>(share);
-    const double forward_wait_ms = model_.take_wait_ms();
-    sum.forward_ms += watch.lap_ms() - forward_wait_ms;
-    model_.backward(optimizer_.loss_scale()[0], last ? 1.0 / static_cast<double>(share) : 1.0);
-    const double backward_wait_ms = model_.take_wait_ms();
-    sum.backward_ms += watch.lap_ms() - backward_wait_ms;
-    sum.wait_ms += forward_wait_ms + backward_wait_ms;
+    timer_.begin(Phase::kForward);
+    model_.forward(sequences, share);
+    waits.forward_ms += model_.take_wait_ms();
+    timer_.begin(Phase::kBackward);
+    model_.backward(last ? 1.0 / static_cast<double>(share) : 1.0);
+    waits.backward_ms += model_.take_wait_ms();
+    timer_.end();
   }
-  return sum;
+  return waits;
 }
 
 double Trainer::mean_over_ranks(double value) {
@@ -137,8 +164,9 @@ double Trainer::mean_over_ranks(double value) {
 
 void Trainer::wait_for_all_params() {
   for (const mxopt::ParamLayout& param : optimizer_.layout().params()) {
-    optimizer_.wait_param(param.name, mxopt::Plane::kRow);
-    if (param.family.has_column()) optimizer_.wait_param(param.name, mxopt::Plane::kColumn);
+    const mxopt::StreamRef stream = tensor_stream(device_);
+    optimizer_.wait_param(param.name, mxopt::Plane::kRow, stream);
+    if (param.family.has_column()) optimizer_.wait_param(param.name, mxopt::Plane::kColumn, stream);
   }
 }
 

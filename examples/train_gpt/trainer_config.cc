@@ -2,6 +2,8 @@
 
 #include <sstream>
 
+#include "train_gpt/compute_device.h"
+
 #include "mxopt/params/check.h"
 
 namespace train_gpt {
@@ -126,12 +128,10 @@ void validate(const TrainerConfig& config, const mxopt::ConfigSchema& schema) {
   if (config.library.optimizer.grad_dtype != mxopt::DType::kFp32) {
     problems.at("optimizer.grad_dtype") << "is bf16; allowed in train_gpt: fp32, in which it accumulates";
   }
-  if (config.library.parallel.device == mxopt::DeviceChoice::kCuda) {
-    problems.at("parallel.device") << "is cuda; allowed in train_gpt: host and auto, which is the host";
-  }
-  if (config.library.parallel.transport == mxopt::Transport::kNccl) {
-    problems.at("parallel.transport")
-        << "is nccl; allowed in train_gpt: auto, self and mpi, as it computes on the host";
+  if (config.library.parallel.device == mxopt::DeviceChoice::kCuda && !has_cuda_tensors()) {
+    problems.at("parallel.device") << "is cuda; allowed in this train_gpt: host and auto, which is the host, "
+                                      "as it was built without CUDA "
+                                      "or with a libtorch without it";
   }
   if (config.library.precision.backward_override == mxopt::BackwardOverride::kHighPrecision) {
     problems.at("precision.backward_override")
@@ -143,14 +143,24 @@ void validate(const TrainerConfig& config, const mxopt::ConfigSchema& schema) {
   if (const std::string text = problems.text(); !text.empty()) throw ConfigError(text);
 }
 
-void validate_world_size(const TrainerConfig& config, const mxopt::ConfigSchema& schema, int world_size) {
+void validate_job(const TrainerConfig& config, const mxopt::ConfigSchema& schema, int world_size,
+                  mxopt::DeviceKind device) {
   Problems problems(schema);
+  const mxopt::Transport transport = config.library.parallel.transport;
+  if (device == mxopt::DeviceKind::kHost && transport == mxopt::Transport::kNccl) {
+    problems.at("parallel.transport")
+        << "is nccl, which moves memory of GPUs, but the run is on the host; allowed: auto, self and mpi";
+  } else if (device == mxopt::DeviceKind::kCuda && transport == mxopt::Transport::kMpi) {
+    problems.at("parallel.transport")
+        << "is mpi, which moves memory of the host, but the run is on GPUs; allowed: auto, self and nccl";
+  }
   const std::int64_t expected = config.library.parallel.world_size;
   if (expected != 0 && expected != world_size) {
     problems.at("parallel.world_size") << "is " << expected << ", but MPI started " << world_size << " ranks";
-  } else if (config.library.parallel.transport == mxopt::Transport::kSelf && world_size != 1) {
+  } else if (transport == mxopt::Transport::kSelf && world_size != 1) {
     problems.at("parallel.transport")
-        << "is self, but MPI started " << world_size << " ranks; allowed: mpi or auto";
+        << "is self, but MPI started " << world_size << " ranks; allowed: auto, "
+        << (device == mxopt::DeviceKind::kHost ? "mpi" : "nccl");
   } else if (config.train.micro_batches() % world_size != 0) {
     problems.at("train.global_batch")
         << "is " << config.train.global_batch << ", which is " << config.train.micro_batches()

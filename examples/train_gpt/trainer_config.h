@@ -61,8 +61,9 @@ void describe(mxopt::ConfigSchema& schema, TrainerConfig& config);
 void validate(const TrainerConfig& config, const mxopt::ConfigSchema& schema);
 
 /// Throws ConfigError when the micro-batches can not be shared evenly, or parallel.world_size is another
-/// number.
-void validate_world_size(const TrainerConfig& config, const mxopt::ConfigSchema& schema, int world_size);
+/// number, or the transport does not reach the memory of `device`.
+void validate_job(const TrainerConfig& config, const mxopt::ConfigSchema& schema, int world_size,
+                  mxopt::DeviceKind device);
 
 /// The values on which a training run depends and all ranks must agree, as text. The library compares its
 /// own.

@@ -11,6 +11,8 @@
 #include <ATen/ATen.h>
 #include <gtest/gtest.h>
 
+#include "support/devices.h"
+#include "train_gpt/compute_device.h"
 #include "train_gpt/random.h"
 
 #include "mxopt/collectives/self_communicator.h"
@@ -27,16 +29,19 @@ struct Case {
   mxopt::Plane backward_plane = mxopt::Plane::kColumn;
 };
 
-/// An optimizer over some params with random initial values.
+/// An optimizer over some params with random initial values. Tensors of the tests are the host's.
 struct Fixture {
-  explicit Fixture(const Case& tested)
-      : optimizer(specs(tested), mxopt::Config{}, comm), params(optimizer, tested.backward_override) {
+  explicit Fixture(const Case& tested, mxopt::DeviceKind kind)
+      : device{kind, 0},
+        comm(device),
+        optimizer(specs(tested), mxopt::Config{}, comm, device),
+        params(optimizer, tested.backward_override, device) {
     for (const mxopt::ParamLayout& param : optimizer.layout().params()) {
       std::vector<float> values;
       fill_normal(values, static_cast<std::size_t>(param.elems()), 7, param.name, 1.0);
-      optimizer.set_initial(param.name, std::span<const float>(values));
+      optimizer.set_initial(param.name, std::span<const float>(values), tensor_stream(device));
     }
-    optimizer.publish();
+    optimizer.publish(tensor_stream(device));
   }
 
   static std::vector<mxopt::ParamSpec> specs(const Case& tested) {
@@ -58,21 +63,29 @@ struct Fixture {
 
   /// fp32 values read here, without the code under test.
   at::Tensor values(const std::string& name, mxopt::Plane plane = mxopt::Plane::kRow) {
-    const mxopt::ParamView view = optimizer.wait_param(name, plane);
-    at::Tensor out = at::empty(view.shape, at::kFloat);
-    const std::span<float> span(out.data_ptr<float>(), static_cast<std::size_t>(out.numel()));
+    const mxopt::StreamRef stream = tensor_stream(device);
+    const mxopt::ParamView view = optimizer.wait_param(name, plane, stream);
+    at::Tensor out =
+        at::empty(view.shape, at::TensorOptions().dtype(at::kFloat).device(tensor_device(device)));
     if (view.format == mxopt::ParamFormat::kMxfp8) {
-      mxopt::dequantize(view.planes, plane, 0, span, {}, {});
-    } else if (view.format == mxopt::ParamFormat::kBf16) {
-      out.copy_(at::from_blob(view.values.data, view.shape, at::TensorOptions().dtype(at::kBFloat16)));
-    } else {
-      out.copy_(at::from_blob(view.values.data, view.shape, at::TensorOptions().dtype(at::kFloat)));
+      const std::span<float> span(out.data_ptr<float>(), static_cast<std::size_t>(out.numel()));
+      mxopt::dequantize(view.planes, plane, 0, span, device, stream);
+      return out.cpu();
     }
-    return out;
+    const bool is_bf16 = view.format == mxopt::ParamFormat::kBf16;
+    at::Tensor stored =
+        at::empty(view.shape, at::TensorOptions().dtype(is_bf16 ? at::kBFloat16 : at::kFloat));
+    mxopt::copy_bytes(stored.data_ptr(), view.values.data, view.values.bytes(), device, stream);
+    mxopt::synchronize(device, stream);
+    return stored.to(at::kFloat);
   }
 
   at::Tensor leaf(const std::string& name) { return values(name).set_requires_grad(true); }
+  at::Tensor grad(const std::string& name) { return params.grad(name).cpu(); }
+  /// The same values where the params are.
+  at::Tensor there(const at::Tensor& tensor) const { return tensor.detach().to(tensor_device(device)); }
 
+  mxopt::Device device;
   mxopt::SelfCommunicator comm;
   mxopt::DistributedAdam optimizer;
   ParamAccess params;
@@ -92,60 +105,93 @@ void expect_close(const at::Tensor& got, const at::Tensor& expected) {
   EXPECT_LE(difference, 1e-5 * (1.0 + expected.abs().max().item<double>()));
 }
 
-class LinearOfFormat : public testing::TestWithParam<Case> {};
+/// On a GPU that can not be used here a test is skipped.
+class OnDevice : public testing::TestWithParam<mxopt::DeviceKind> {
+ protected:
+  void SetUp() override { skip_without(GetParam()); }
 
-TEST_P(LinearOfFormat, EqualsAutogradOnTheValuesOfThePlanes) {
-  Fixture fixture(GetParam());
-  const at::Tensor x = random_tensor({40, 96}, "x").set_requires_grad(true);
-  const at::Tensor dy = random_tensor({40, 64}, "dy");
-  const at::Tensor weight = fixture.leaf("linear");
-  const at::Tensor expected = at::mm(x.detach(), weight.t());
-  expected.backward(dy);
+  static void skip_without(mxopt::DeviceKind kind) {
+    MXOPT_SKIP_WITHOUT((mxopt::Device{kind, 0}));
+    if (kind == mxopt::DeviceKind::kCuda && !has_cuda_tensors()) GTEST_SKIP() << "this libtorch has no CUDA";
+  }
+};
 
-  fixture.optimizer.begin_backward(false);
-  const at::Tensor y = linear(fixture.params, "linear", x);
-  y.backward(dy);
+constexpr auto device_name = [](const auto& tested) { return mxopt::test::device_kind_name(tested.param); };
 
-  expect_close(y.detach(), expected.detach());
-  expect_close(fixture.params.grad("linear"), weight.grad());
-  expect_close(x.grad(), at::mm(dy, fixture.values("linear", GetParam().backward_plane)));
+class Linear : public OnDevice {
+ protected:
+  void expect_autograd_on_planes(const Case& tested) {
+    Fixture fixture(tested, GetParam());
+    const at::Tensor x = random_tensor({40, 96}, "x");
+    const at::Tensor dy = random_tensor({40, 64}, "dy");
+    const at::Tensor weight = fixture.leaf("linear");
+    const at::Tensor expected = at::mm(x, weight.t());
+    expected.backward(dy);
 
-  // A second micro-batch adds to the gradient.
-  fixture.optimizer.begin_backward(true);
-  linear(fixture.params, "linear", x).backward(dy);
-  expect_close(fixture.params.grad("linear"), 2 * weight.grad());
+    fixture.optimizer.begin_backward(false);
+    const at::Tensor x_there = fixture.there(x).set_requires_grad(true);
+    const at::Tensor y = linear(fixture.params, "linear", x_there);
+    y.backward(fixture.there(dy));
+
+    expect_close(y.detach().cpu(), expected.detach());
+    expect_close(fixture.grad("linear"), weight.grad());
+    expect_close(x_there.grad().cpu(), at::mm(dy, fixture.values("linear", tested.backward_plane)));
+
+    // A second micro-batch adds to the gradient.
+    fixture.optimizer.begin_backward(true);
+    linear(fixture.params, "linear", x_there).backward(fixture.there(dy));
+    expect_close(fixture.grad("linear"), 2 * weight.grad());
+  }
+};
+
+TEST_P(Linear, OfBothPlanesEqualsAutograd) {
+  expect_autograd_on_planes({});
+}
+TEST_P(Linear, OfTheRowPlaneEqualsAutograd) {
+  expect_autograd_on_planes({.storage = mxopt::Storage::kRow, .backward_plane = mxopt::Plane::kRow});
+}
+TEST_P(Linear, DequantizedInTheBackwardPassEqualsAutograd) {
+  expect_autograd_on_planes(
+      {.backward_override = mxopt::BackwardOverride::kDequantized, .backward_plane = mxopt::Plane::kRow});
+}
+TEST_P(Linear, OfBf16EqualsAutograd) {
+  expect_autograd_on_planes({.weights = mxopt::ParamFormat::kBf16, .backward_plane = mxopt::Plane::kRow});
+}
+TEST_P(Linear, OfFp32EqualsAutograd) {
+  expect_autograd_on_planes({.weights = mxopt::ParamFormat::kFp32, .backward_plane = mxopt::Plane::kRow});
 }
 
-INSTANTIATE_TEST_SUITE_P(
-    Formats, LinearOfFormat,
-    testing::Values(Case{}, Case{.storage = mxopt::Storage::kRow, .backward_plane = mxopt::Plane::kRow},
-                    Case{.backward_override = mxopt::BackwardOverride::kDequantized,
-                         .backward_plane = mxopt::Plane::kRow},
-                    Case{.weights = mxopt::ParamFormat::kBf16, .backward_plane = mxopt::Plane::kRow},
-                    Case{.weights = mxopt::ParamFormat::kFp32, .backward_plane = mxopt::Plane::kRow}));
+INSTANTIATE_TEST_SUITE_P(Devices, Linear, testing::ValuesIn(mxopt::test::built_device_kinds()), device_name);
 
-TEST(LayerNorm, EqualsAutograd) {
-  Fixture fixture(Case{});
+class LayerNorm : public OnDevice {};
+
+TEST_P(LayerNorm, EqualsAutograd) {
+  Fixture fixture(Case{}, GetParam());
   const at::Tensor x = random_tensor({40, 96}, "x").set_requires_grad(true);
-  const at::Tensor x_leaf = x.detach().clone().set_requires_grad(true);
+  const at::Tensor x_there = fixture.there(x).set_requires_grad(true);
   const at::Tensor dy = random_tensor({40, 96}, "dy");
   const at::Tensor scale = fixture.leaf("scale");
   const at::Tensor shift = fixture.leaf("shift");
-  const at::Tensor expected = at::layer_norm(x_leaf, {96}, scale, shift, 1e-5);
+  const at::Tensor expected = at::layer_norm(x, {96}, scale, shift, 1e-5);
   expected.backward(dy);
 
   fixture.optimizer.begin_backward();
-  const at::Tensor y = layer_norm(fixture.params, "scale", "shift", x);
-  y.backward(dy);
+  const at::Tensor y = layer_norm(fixture.params, "scale", "shift", x_there);
+  y.backward(fixture.there(dy));
 
-  expect_close(y.detach(), expected.detach());
-  expect_close(x.grad(), x_leaf.grad());
-  expect_close(fixture.params.grad("scale"), scale.grad());
-  expect_close(fixture.params.grad("shift"), shift.grad());
+  expect_close(y.detach().cpu(), expected.detach());
+  expect_close(x_there.grad().cpu(), x.grad());
+  expect_close(fixture.grad("scale"), scale.grad());
+  expect_close(fixture.grad("shift"), shift.grad());
 }
 
-TEST(Embedding, EqualsAutograd) {
-  Fixture fixture(Case{});
+INSTANTIATE_TEST_SUITE_P(Devices, LayerNorm, testing::ValuesIn(mxopt::test::built_device_kinds()),
+                         device_name);
+
+class Embedding : public OnDevice {};
+
+TEST_P(Embedding, EqualsAutograd) {
+  Fixture fixture(Case{}, GetParam());
   const at::Tensor ids = at::arange(16, at::kLong).view({2, 8}).remainder(5);
   const at::Tensor dy = random_tensor({16, 96}, "dy");
   const at::Tensor tokens = fixture.leaf("tokens");
@@ -155,13 +201,16 @@ TEST(Embedding, EqualsAutograd) {
   expected.backward(dy);
 
   fixture.optimizer.begin_backward();
-  const at::Tensor y = embedding(fixture.params, "tokens", "positions", ids);
-  y.backward(dy);
+  const at::Tensor y = embedding(fixture.params, "tokens", "positions", fixture.there(ids));
+  y.backward(fixture.there(dy));
 
-  expect_close(y.detach(), expected.detach());
-  expect_close(fixture.params.grad("tokens"), tokens.grad());
-  expect_close(fixture.params.grad("positions"), positions.grad());
+  expect_close(y.detach().cpu(), expected.detach());
+  expect_close(fixture.grad("tokens"), tokens.grad());
+  expect_close(fixture.grad("positions"), positions.grad());
 }
+
+INSTANTIATE_TEST_SUITE_P(Devices, Embedding, testing::ValuesIn(mxopt::test::built_device_kinds()),
+                         device_name);
 
 }  // namespace
 }  // namespace train_gpt
