@@ -4,6 +4,9 @@
 // larger than the second-level cache. Masters of a shard have memory of their own that starts at a multiple
 // of 256 bytes, so at offset 17 no row of the matrix is aligned. Bytes are those of writeback_bench on the
 // host; wrong are bytes of packed scales, planes and scale arrays that differ from the host's, all compared.
+//
+// In a scale arena the packed scales are the scale arrays themselves, as in the optimizer, so that the cast
+// has none to copy: its bytes are those of the masters, the planes and the scales of the blocks that it owns.
 #include "bench/writeback_bench_cuda.h"
 
 #include <algorithm>
@@ -42,6 +45,7 @@ struct Case {
   std::int64_t divisor = 1;  // the shard is 1 / divisor of the matrix
   std::int64_t offset = 0;
   std::int64_t params = 1;
+  bool arena = false;
 
   std::int64_t elems() const { return rows * cols; }
   std::int64_t owned() const { return elems() / divisor; }
@@ -85,7 +89,7 @@ struct Set {
     masters = Buffer(chosen.params * master_bytes, device, allocator);
     planes = Buffer(chosen.params * plane_bytes * (chosen.both ? 2 : 1), device, allocator);
     scales = Buffer(chosen.params * param_scales, device, allocator);
-    packed = Buffer(chosen.params * param_scales, device, allocator);
+    if (!chosen.arena) packed = Buffer(chosen.params * param_scales, device, allocator);
     for (std::int64_t p = 0; p < chosen.params; ++p) {
       Mxfp8Shard shard;
       shard.name = "w";
@@ -103,6 +107,9 @@ struct Set {
     }
   }
 
+  std::span<std::uint8_t> packed_scales() const {
+    return packed.bytes() != 0 ? packed.as<std::uint8_t>() : scales.as<std::uint8_t>();
+  }
   std::int64_t bytes() const { return masters.bytes() + planes.bytes() + scales.bytes() + packed.bytes(); }
   void fill(const std::vector<std::uint8_t>& values, Device device) const {
     for (const Mxfp8Shard& shard : shards) {
@@ -129,8 +136,8 @@ std::int64_t count_wrong(const Case& chosen, const Set& set, const std::vector<s
   const Set expected(chosen, Device());
   expected.fill(masters, Device());
   const Mxfp8Batch batch(expected.shards, Device());
-  batch.partial_amax(expected.packed.as<std::uint8_t>(), StreamRef());
-  batch.partial_cast(expected.packed.as<std::uint8_t>(), {}, StreamRef());
+  batch.partial_amax(expected.packed_scales(), StreamRef());
+  batch.partial_cast(expected.packed_scales(), {}, StreamRef());
   return differing(expected.packed, set.packed) + differing(expected.planes, set.planes) +
          differing(expected.scales, set.scales);
 }
@@ -146,7 +153,7 @@ void run_case(const Case& chosen, const Options& options, const std::vector<std:
   std::vector<Set> sets;
   sets.emplace_back(chosen, kCuda);
   // What a call touches, not the whole matrix, must not fit into the cache.
-  const std::int64_t packed_bytes = sets[0].packed.bytes();
+  const auto packed_bytes = static_cast<std::int64_t>(sets[0].packed_scales().size());
   const std::int64_t owned = chosen.params * chosen.owned();
   const std::int64_t master_bytes = owned * dtype_bytes(chosen.dtype);
   const std::int64_t count = std::clamp<std::int64_t>(kRotatedBytes / master_bytes + 1, 2, kMaxSets);
@@ -160,12 +167,12 @@ void run_case(const Case& chosen, const Options& options, const std::vector<std:
   const int calls = std::max(static_cast<int>(count), kCallsAtLeast);
   const auto at = [&](int call) { return static_cast<std::size_t>(call) % sets.size(); };
   const Times amax = measure_calls(calls, options.replays, stream, [&](int i) {
-    batches[at(i)].partial_amax(sets[at(i)].packed.as<std::uint8_t>(), stream);
+    batches[at(i)].partial_amax(sets[at(i)].packed_scales(), stream);
   });
   const Times cast = measure_calls(calls, options.replays, stream, [&](int i) {
-    batches[at(i)].partial_cast(sets[at(i)].packed.as<std::uint8_t>(), nonfinite.as<std::int64_t>(), stream);
+    batches[at(i)].partial_cast(sets[at(i)].packed_scales(), nonfinite.as<std::int64_t>(), stream);
   });
-  Measurement row{.workload = "batch writeback",
+  Measurement row{.workload = chosen.arena ? "batch writeback, scale arena" : "batch writeback",
                   .shape = chosen.name(),
                   .dtype = std::string(dtype_name(chosen.dtype)),
                   .planes = chosen.both ? "both" : "row"};
@@ -179,7 +186,9 @@ void run_case(const Case& chosen, const Options& options, const std::vector<std:
     rows.add(row);
   };
   add("amax", amax, master_bytes + packed_bytes);
-  add("cast", cast, master_bytes + owned * (chosen.both ? 2 : 1) + 2 * packed_bytes);
+  const std::int64_t plane_bytes = owned * (chosen.both ? 2 : 1);
+  add("cast", cast,
+      master_bytes + plane_bytes + (chosen.arena ? plane_bytes / kBlockElems : 2 * packed_bytes));
 }
 
 std::vector<Case> all_cases() {
@@ -195,6 +204,9 @@ std::vector<Case> all_cases() {
     }
     for (std::int64_t divisor = 2; divisor <= 64; divisor *= 2) {
       cases.push_back({16384, 6144, dtype, true, divisor});
+    }
+    for (std::int64_t divisor = 1; divisor <= 64; divisor *= 4) {
+      cases.push_back({16384, 6144, dtype, true, divisor, 0, 1, true});
     }
     cases.push_back({160, 96, dtype, true, 1, 0, 300});
   }
