@@ -6,8 +6,8 @@
 //             of four layers of Llama-3-8B, of two of Llama-3-70B, one rank's work of W = 1, 2, 8, 64.
 //             odd: a list of which more than a fifth of the elements lies in bands that a shard boundary
 //             divides. zeros: gradients of which some are exactly zero and always were, as those of rows
-//             of an embedding that no token used: their moments are zero, and such operands take the long
-//             way through a division.
+//             of an embedding that no token used, and gradients of 2^-106 or so: such first moments are
+//             what is left of rows that no token used for hundreds of steps.
 //   rank      rank W / 2; of odd, the one whose share of cut bands is next to the mean.
 //   phases    update: gradient read, master and both moments read and written, plane bytes written: 29
 //             bytes (row) or 30 (both) per element with fp32 gradients, two less with bf16. cut bands:
@@ -51,7 +51,7 @@ constexpr std::int64_t kMaxSets = 64;
 constexpr int kCallsAtLeast = 24;
 constexpr std::int64_t kMostComparedElems = 300'000'000;
 
-enum class ZeroGrads { kNone, kHalfOfRows, kHalfOfElements, kAll };
+enum class ZeroGrads { kNone, kHalfOfRows, kHalfOfElements, kAll, kAlmost };
 
 struct Workload {
   bench::ParamList list;
@@ -81,7 +81,7 @@ class RankWork {
         kernels_(StepKernels::make(tables_, kDevice)) {
     const bench::RandomValues masters(DType::kFp32, 0, kDevice, stream);
     const bench::RandomValues grads(grad_dtype, workload.zeros == ZeroGrads::kHalfOfElements ? 0.5 : 0,
-                                    kDevice, stream);
+                                    kDevice, stream, workload.zeros == ZeroGrads::kAlmost ? 0x1p-100f : 1.0f);
     std::mt19937 random(2);
     for (const SegmentRow& row : tables_.segments) {
       masters.copy_to(row.master, row.elems, stream);
@@ -186,7 +186,8 @@ std::vector<Workload> workloads(const std::string& which) {
              {ZeroGrads::kNone, "no zero gradients"},
              {ZeroGrads::kHalfOfRows, "gradients of half the rows 0"},
              {ZeroGrads::kHalfOfElements, "half the gradients 0"},
-             {ZeroGrads::kAll, "all gradients 0"}}) {
+             {ZeroGrads::kAll, "all gradients 0"},
+             {ZeroGrads::kAlmost, "gradients of 2^-106"}}) {
       all.push_back({{name, {{32768, 4096}}}, 1, zeros});
     }
   }

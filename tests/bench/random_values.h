@@ -16,13 +16,14 @@ namespace mxopt::bench {
 class RandomValues {
  public:
   /// zero_share  of the values, at random places, is 0.
-  RandomValues(DType dtype, double zero_share, Device device, StreamRef stream)
+  /// factor      of the standard deviation.
+  RandomValues(DType dtype, double zero_share, Device device, StreamRef stream, float factor = 1)
       : dtype_(dtype), device_(device) {
     std::mt19937 random(1);
     std::normal_distribution<float> normal(0.0f, 0.02f);
     std::bernoulli_distribution is_zero(zero_share);
     std::vector<float> values((1 << 20) + 77);
-    for (float& value : values) value = is_zero(random) ? 0.0f : normal(random);
+    for (float& value : values) value = is_zero(random) ? 0.0f : normal(random) * factor;
     std::vector<Bf16> rounded;
     for (const float value : values) rounded.push_back(fp32_to_bf16(value));
     elems_ = static_cast<std::int64_t>(values.size());
