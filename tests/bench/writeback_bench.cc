@@ -1,7 +1,8 @@
 // Speed of the batch writeback, against a copy measured in the same run.
 //
 //   writeback_bench [--rows 4096] [--cols 4096] [--repeats 15] [--json FILE]
-//   writeback_bench --device cuda [--repeats 9] [--verify 1|0] [--max-elems N] [--json FILE] [--commit TEXT]
+//   writeback_bench --device cuda [--repeats 9] [--verify 1|0] [--max-elems N] [--shape 16384x6144]
+//                   [--divisor N: parts of 1 / N] [--json FILE] [--commit TEXT]
 //
 // On the host:
 // One line per phase, storage, master type, part of the matrix and number of threads:

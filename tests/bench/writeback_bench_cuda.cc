@@ -15,6 +15,7 @@
 #include <iostream>
 #include <random>
 #include <span>
+#include <stdexcept>
 #include <string>
 #include <utility>
 #include <vector>
@@ -146,6 +147,8 @@ struct Options {
   int replays;
   bool verify;
   std::int64_t max_elems;
+  std::string shape;     // empty: all
+  std::int64_t divisor;  // 0: all
 };
 
 void run_case(const Case& chosen, const Options& options, const std::vector<std::uint8_t>& masters,
@@ -218,11 +221,16 @@ std::vector<Case> all_cases() {
 void run_writeback_on_cuda(int argc, char** argv) {
   const Options options{std::stoi(option(argc, argv, "--repeats", "9")),
                         option(argc, argv, "--verify", "1") != "0",
-                        std::stoll(option(argc, argv, "--max-elems", "1000000000"))};
+                        std::stoll(option(argc, argv, "--max-elems", "1000000000")),
+                        option(argc, argv, "--shape", ""), std::stoll(option(argc, argv, "--divisor", "0"))};
   const Stream stream(kCuda);
   Measurements rows = start_measurements(argc, argv, kCuda, stream.ref());
   std::vector<Case> cases = all_cases();
-  std::erase_if(cases, [&](const Case& chosen) { return chosen.elems() > options.max_elems; });
+  std::erase_if(cases, [&](const Case& chosen) {
+    return chosen.elems() > options.max_elems || !(options.shape.empty() || chosen.name() == options.shape) ||
+           !(options.divisor == 0 || chosen.divisor == options.divisor);
+  });
+  if (cases.empty()) throw std::invalid_argument("no case has that --shape, --divisor and --max-elems");
   std::int64_t largest = 0;
   for (const Case& chosen : cases) largest = std::max(largest, chosen.owned());
   DType dtype = DType::kUint8;
