@@ -451,17 +451,22 @@ struct StepContext {
 };
 
 /// Runs the scenario on one rank. `after_step` is called after every step, and makes each wait for its
-/// report. device  CUDA: bytes between ranks go through `comm`, a host transport; one rank is its own group.
+/// report.
+/// device  CUDA: bytes between ranks go through `over`, else through `comm`, a host transport; one rank is
+/// its
+///         own group.
 inline Facts run_scenario(Communicator& comm, const Scenario& scenario,
-                          const std::function<void(const StepContext&)>& after_step = {},
-                          Device device = {}) {
+                          const std::function<void(const StepContext&)>& after_step = {}, Device device = {},
+                          Communicator* over = nullptr) {
   set_kernel_threads(scenario.threads);
   const std::unique_ptr<Communicator> side = comm.split(0, comm.rank());
   const Stream stream(device);
   const Place place{device, stream.ref()};
   DeviceOverHost staged(comm, device);
   SelfCommunicator alone(device);
-  Communicator& device_comm = comm.size() == 1 ? static_cast<Communicator&>(alone) : staged;
+  Communicator& device_comm = over != nullptr    ? *over
+                              : comm.size() == 1 ? static_cast<Communicator&>(alone)
+                                                 : staged;
   DistributedAdam opt(scenario.specs, scenario.config, device.kind == DeviceKind::kHost ? comm : device_comm,
                       device);
   set_all_initial(opt, scenario.specs, comm.rank(), place.stream);

@@ -1,0 +1,169 @@
+// Run under mpirun: the optimizer over NCCL against the one on the host, in processes that may share a GPU.
+//
+// NCCL refuses two ranks on one GPU of a host. Each rank here says that it is on a host of its own, so that
+// bytes go through sockets: slow, and every call is NCCL's.
+#include <algorithm>
+#include <chrono>
+#include <cstdlib>
+#include <iterator>
+#include <memory>
+#include <stdexcept>
+#include <string>
+#include <thread>
+
+#include <cuda_runtime.h>
+#include <gtest/gtest.h>
+#include <mpi.h>
+#include <nccl.h>
+
+#include "../collectives/communicator_conformance.h"
+#include "support/devices.h"
+#include "support/host_over_device.h"
+#include "support/optimizer_fixture.h"
+#include "support/run_mpi_tests.h"
+
+#include "mxopt/collectives/mpi_communicator.h"
+#include "mxopt/collectives/nccl_communicator.h"
+#include "mxopt/collectives/self_communicator.h"
+
+namespace mxopt {
+namespace {
+
+constexpr double kTimeoutS = 60;
+
+/// A communicator of all ranks, made as a trainer would make its own, and taken over.
+std::unique_ptr<NcclCommunicator> all_ranks(Communicator& host, Device device, double timeout_s = kTimeoutS) {
+  EXPECT_EQ(cudaSetDevice(device.index), cudaSuccess);
+  ncclUniqueId id{};
+  if (host.rank() == 0) {
+    EXPECT_EQ(ncclGetUniqueId(&id), ncclSuccess);
+  }
+  MPI_Bcast(&id, sizeof(id), MPI_BYTE, 0, MPI_COMM_WORLD);
+  ncclConfig_t config = NCCL_CONFIG_INITIALIZER;
+  config.blocking = 0;
+  ncclComm_t comm = nullptr;
+  ncclResult_t state = ncclCommInitRankConfig(&comm, host.size(), id, host.rank(), &config);
+  const auto end = std::chrono::steady_clock::now() + std::chrono::seconds(30);
+  while (state == ncclInProgress && std::chrono::steady_clock::now() < end) {
+    std::this_thread::sleep_for(std::chrono::milliseconds(1));
+    EXPECT_EQ(ncclCommGetAsyncError(comm, &state), ncclSuccess);
+  }
+  if (state != ncclSuccess) throw std::runtime_error(std::string("NCCL: ") + ncclGetErrorString(state));
+  return NcclCommunicator::adopt(comm, timeout_s);
+}
+
+class NcclTwin : public ::testing::Test {
+ protected:
+  void SetUp() override {
+    MXOPT_SKIP_WITHOUT((Device{DeviceKind::kCuda, 0}));  // the same answer on every rank of a host
+    int gpus = 0;
+    ASSERT_EQ(cudaGetDeviceCount(&gpus), cudaSuccess);
+    host_ = MpiCommunicator::dup(MPI_COMM_WORLD, kTimeoutS);
+    device_ = {DeviceKind::kCuda, host_->rank() % gpus};
+  }
+
+  std::unique_ptr<Communicator> host_;
+  Device device_;
+};
+
+TEST_F(NcclTwin, TheCommunicatorConforms) {
+  test::HostOverDevice comm(all_ranks(*host_, device_));
+  for (const test::ConformanceCase& conformance : test::communicator_conformance()) {
+    SCOPED_TRACE(conformance.name);
+    conformance.check(comm);
+  }
+}
+
+TEST_F(NcclTwin, TwentyStepsGiveTheFactsOfOneRankOnTheHost) {
+  const auto nccl = all_ranks(*host_, device_);
+  for (const test::NamedScenario& named : test::invariance_scenarios()) {
+    SCOPED_TRACE(named.name);
+    SelfCommunicator self;
+    const test::Facts expected = test::run_scenario(self, named.scenario);
+    for (const std::int64_t bucket_elems : {0, 3000}) {
+      test::Scenario other = named.scenario;
+      other.config.optimizer.bucket_elems = bucket_elems;
+      EXPECT_TRUE(test::same_facts(expected, test::run_scenario(*host_, other, {}, device_, nccl.get())));
+    }
+  }
+}
+
+TEST_F(NcclTwin, ReplaysOfACapturedStepGiveTheFactsOfOneRankOnTheHost) {
+  test::Scenario scenario;
+  scenario.with_changes = false;
+  for (ParamSpec& spec : scenario.specs) spec.grad_mode = GradMode::kAccumulate;
+  SelfCommunicator self;
+  const test::Facts expected = test::run_scenario(self, scenario);
+
+  const auto nccl = all_ranks(*host_, device_);
+  const auto side = host_->split(0, host_->rank());
+  const Stream stream(device_);
+  const test::Place place{device_, stream.ref()};
+  const auto native = static_cast<cudaStream_t>(stream.ref().native());
+  DistributedAdam opt(scenario.specs, scenario.config, *nccl, device_);
+  test::set_all_initial(opt, scenario.specs, host_->rank(), place.stream);
+  opt.publish(place.stream);
+  test::Facts facts = test::state_facts(opt, *side, "after step -1: ", place), records;
+  cudaGraphExec_t graph = nullptr;
+  for (int step = 0; step < scenario.steps; ++step) {
+    if (step == 1) {
+      ASSERT_EQ(cudaDeviceSynchronize(), cudaSuccess);
+      cudaGraph_t captured = nullptr;
+      ASSERT_EQ(cudaStreamBeginCapture(native, cudaStreamCaptureModeThreadLocal), cudaSuccess);
+      opt.step(place.stream);
+      ASSERT_EQ(cudaStreamEndCapture(native, &captured), cudaSuccess);
+      ASSERT_EQ(cudaGraphInstantiate(&graph, captured, 0), cudaSuccess);
+      ASSERT_EQ(cudaGraphDestroy(captured), cudaSuccess);
+    }
+    test::feed(opt, scenario, step, host_->rank(), host_->size(), place, false);
+    if (graph == nullptr) {
+      opt.step(place.stream);
+    } else {
+      ASSERT_EQ(cudaGraphLaunch(graph, native), cudaSuccess);
+    }
+    test::add_record_facts(records, *opt.last_report(place.stream), "step " + std::to_string(step) + ": ");
+    if (std::ranges::find(scenario.digest_after, step) != scenario.digest_after.end()) {
+      std::ranges::move(test::state_facts(opt, *side, "after step " + std::to_string(step) + ": ", place),
+                        std::back_inserter(facts));
+    }
+  }
+  EXPECT_EQ(cudaGraphExecDestroy(graph), cudaSuccess);
+  std::ranges::move(records, std::back_inserter(facts));
+  EXPECT_TRUE(test::same_facts(expected, facts));
+}
+
+/// The last test: the communicator does not survive it.
+TEST_F(NcclTwin, ZzALateRankIsAnErrorAtTheDeadlineAndNothingHangs) {
+  if (host_->size() == 1) GTEST_SKIP() << "needs a second rank";
+  constexpr double kShortS = 5;
+  const auto nccl = all_ranks(*host_, device_, kShortS);
+  test::Scenario scenario;
+  {
+    const Stream stream(device_);
+    const test::Place place{device_, stream.ref()};
+    DistributedAdam opt(scenario.specs, scenario.config, *nccl, device_);
+    test::set_all_initial(opt, scenario.specs, host_->rank(), place.stream);
+    opt.publish(place.stream);
+    test::feed(opt, scenario, 0, host_->rank(), host_->size(), place);
+    EXPECT_TRUE(opt.step(place.stream)->taken);
+    host_->barrier();
+    if (host_->rank() != host_->size() - 1) {
+      const auto begin = std::chrono::steady_clock::now();
+      EXPECT_THROW(opt.step(place.stream)->taken, PeerError);
+      EXPECT_LT(std::chrono::steady_clock::now() - begin, std::chrono::seconds(20));
+      EXPECT_THROW(opt.step(place.stream), PeerError);
+    }
+    host_->barrier();
+  }
+  host_->barrier();
+}
+
+}  // namespace
+}  // namespace mxopt
+
+int main(int argc, char** argv) {
+  const char* rank = std::getenv("OMPI_COMM_WORLD_RANK");
+  setenv("NCCL_HOSTID", (std::string("rank-") + (rank == nullptr ? "0" : rank)).c_str(), 1);
+  setenv("NCCL_SOCKET_IFNAME", "lo", 0);
+  return mxopt::test::run_mpi_tests(argc, argv);
+}
