@@ -20,7 +20,6 @@ __device__ void add_atomically(std::int64_t& sum, std::int64_t value) {
 
 template <bool kUpdate, class Grad>
 __global__ void __launch_bounds__(kThreads, 3) write_kernel(Pass pass, const AdamScalars* groups) {
-  release_next_launch();
   const Tile tile = pass.tiles[blockIdx.x];
   const SegmentRow& segment = pass.segments[tile.segment];
   wait_for_former_launches();
@@ -34,7 +33,6 @@ __global__ void __launch_bounds__(kThreads, 3) write_kernel(Pass pass, const Ada
 
 /// Column bytes of one tile of a cut band, with the reduced scales.
 __global__ void __launch_bounds__(kThreads) cast_kernel(Pass pass) {
-  release_next_launch();
   const Tile tile = pass.tiles[blockIdx.x];
   const SegmentRow& segment = pass.segments[tile.segment];
   wait_for_former_launches();

@@ -5,7 +5,7 @@
 #include <type_traits>
 
 #include "mxopt/optimizer/step_kernels.h"
-#include "mxopt/params/launch_cuda.cuh"
+#include "mxopt/params/global_pointer.cuh"
 
 namespace mxopt::cuda {
 

@@ -1,15 +1,19 @@
 // How the kernels of every layer are launched: each may begin before the kernel in front of it in its stream
 // is done. Its first instructions and the reading of tables that never change then cost no time.
 //
-// Rule for a kernel: release_next_launch() and wait_for_former_launches() at its start, on every path; before
-// the wait it reads nothing but tables, and writes nothing. What earlier kernels wrote is read with ordinary
-// loads and not through the non-coherent path, which a compiler may move in front of the wait.
+// Rule for a kernel: wait_for_former_launches() at its start, on every path; before the wait it reads nothing
+// but tables, and writes nothing. What earlier kernels wrote is read with ordinary loads and not through the
+// non-coherent path, which a compiler may move in front of the wait.
+// release_next_launch() is not in kernels that write weights: a kernel of the caller may load weights before
+// its own wait, as if they never changed.
 #pragma once
 
-#include <algorithm>
 #include <cstdint>
 #include <limits>
+#include <map>
+#include <mutex>
 #include <type_traits>
+#include <utility>
 
 #include <cuda_runtime.h>
 
@@ -31,25 +35,19 @@ __device__ __forceinline__ void wait_for_former_launches() {
 #endif
 }
 
-/// Says that a pointer from a table is one to device memory, for which there are shorter instructions.
-template <class T>
-__device__ __forceinline__ T* global(T* pointer) {
-  __builtin_assume(__isGlobal(pointer));
-  return pointer;
-}
-
-/// Whether the code that a device runs of this program has the two instructions above: of the architectures
-/// that it was compiled for, the device takes the newest that it can run.
-inline bool can_overlap_launches(int device) {
-  constexpr int kCompiled[] = {__CUDA_ARCH_LIST__};
-  int major = 0;
-  int minor = 0;
-  MXOPT_CUDA_CHECK(cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device));
-  MXOPT_CUDA_CHECK(cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, device));
-  const int runs = 100 * major + 10 * minor;
-  int newest = 0;
-  for (const int compiled : kCompiled) newest = compiled <= runs ? std::max(newest, compiled) : newest;
-  return newest >= 900;
+/// Whether the code of a kernel that a device runs has the two instructions above. It is that of another
+/// architecture where the driver compiles it for the device.
+inline bool can_overlap_launches(const void* kernel, int device) {
+  static std::mutex mutex;
+  static std::map<std::pair<const void*, int>, bool> known;
+  const std::lock_guard lock(mutex);
+  const auto [at, is_new] = known.try_emplace({kernel, device}, false);
+  if (is_new) {
+    cudaFuncAttributes attributes{};
+    MXOPT_CUDA_CHECK(cudaFuncGetAttributes(&attributes, kernel));
+    at->second = attributes.ptxVersion >= 90;
+  }
+  return at->second;
 }
 
 /// Launches `blocks` blocks of `threads` threads; none: nothing is done. `overlap`: as said above; without,
@@ -68,7 +66,7 @@ void launch(int device, StreamRef stream, std::int64_t blocks, int threads, bool
   config.blockDim = dim3(static_cast<unsigned>(threads));
   config.stream = native(stream);
   config.attrs = &early;
-  config.numAttrs = overlap && can_overlap_launches(device) ? 1 : 0;
+  config.numAttrs = overlap && can_overlap_launches(reinterpret_cast<const void*>(kernel), device) ? 1 : 0;
   MXOPT_CUDA_CHECK(cudaLaunchKernelEx(&config, kernel, args...));
 }
 

@@ -7,6 +7,7 @@
 
 #include <cuda_runtime.h>
 
+#include "mxopt/params/global_pointer.cuh"
 #include "mxopt/params/launch_cuda.cuh"
 #include "mxopt/quant/block_cuda.cuh"
 #include "mxopt/quant/mxfp8.h"
@@ -688,7 +689,6 @@ __device__ __forceinline__ void copy_piece(const std::uint8_t* from, std::uint8_
 __global__ __launch_bounds__(kThreads,
                              kCastBlocks) void partial_cast_kernel(const __grid_constant__ CastArgs args) {
   __shared__ Entry entry;
-  release_next_launch();
   const int item = static_cast<int>(blockIdx.x);
   if (item >= args.table.tiles) {
     const CopyPiece piece = args.table.copy[item - args.table.tiles];
@@ -733,7 +733,6 @@ struct DequantizeArgs {
 constexpr int kDequantizeElems = 8;
 
 __global__ __launch_bounds__(kThreads) void dequantize_kernel(const __grid_constant__ DequantizeArgs args) {
-  release_next_launch();
   wait_for_former_launches();
   const std::int64_t thread = static_cast<std::int64_t>(blockIdx.x) * kThreads + threadIdx.x;
   const std::int64_t flat = (args.begin / kDequantizeElems + thread) * kDequantizeElems;

@@ -15,9 +15,8 @@ bool has_cuda_tensors();
 /// The device that parallel.device stands for. auto: a GPU where this process sees one and
 /// has_cuda_tensors(), else the host.
 ///
-/// node_rank  this rank's number on its node: GPUs are taken in turn, so a launcher may as well show each
-/// rank
-///            one GPU only. Ranks that share a GPU are refused later, by NCCL's communicator.
+/// node_rank  this rank's number on its node. GPUs are taken in turn, so that a launcher may show each rank
+///            its own only. Ranks that share a GPU are refused later, by NCCL's communicator.
 /// Throws     ConfigError with the origin of parallel.device when cuda was asked for and can not be had.
 mxopt::Device compute_device(const mxopt::ParallelConfig& parallel, const mxopt::ConfigSchema& schema,
                              int node_rank);

@@ -83,6 +83,7 @@ void Trainer::run() {
     progress_->step(metrics);
   }
   wait_for_all_params();
+  traced_.barrier();  // with a deadline: a GPU has only been told to wait for the last gather
   if (progress_ != nullptr)
     progress_->finish(bf16_gather_bytes(), memory_line(optimizer_.construction().text()));
 }

@@ -130,8 +130,8 @@ void validate(const TrainerConfig& config, const mxopt::ConfigSchema& schema) {
   }
   if (config.library.parallel.device == mxopt::DeviceChoice::kCuda && !has_cuda_tensors()) {
     problems.at("parallel.device") << "is cuda; allowed in this train_gpt: host and auto, which is the host, "
-                                      "as it was built without CUDA "
-                                      "or with a libtorch without it";
+                                      "as it was built without CUDA or "
+                                      "with a libtorch without it";
   }
   if (config.library.precision.backward_override == mxopt::BackwardOverride::kHighPrecision) {
     problems.at("precision.backward_override")

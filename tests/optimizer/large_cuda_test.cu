@@ -1,5 +1,6 @@
 // A param of more than 2^31 elements, and another one behind it in the same bucket.
 #include <cmath>
+#include <span>
 #include <string>
 #include <vector>
 
@@ -43,6 +44,33 @@ void fill(float* to, std::int64_t elems, std::int64_t first_index, bool grads, S
   ASSERT_EQ(cudaGetLastError(), cudaSuccess);
 }
 
+/// Counts elements of which a first step did not change the master by about the learning rate, against the
+/// sign of the gradient: the first update is +1 or -1, and weights do not decay.
+__global__ void count_unmoved_kernel(const float* master, std::int64_t elems, std::int64_t first_index,
+                                     float lr, unsigned long long* count) {
+  const std::int64_t stride = static_cast<std::int64_t>(gridDim.x) * blockDim.x;
+  unsigned long long mine = 0;
+  for (std::int64_t i = static_cast<std::int64_t>(blockIdx.x) * blockDim.x + threadIdx.x; i < elems;
+       i += stride) {
+    const float expected = master_value(first_index + i) - copysignf(lr, grad_value(first_index + i));
+    mine += fabsf(master[i] - expected) > 1e-3f * lr ? 1 : 0;
+  }
+  if (mine != 0) atomicAdd(count, mine);
+}
+std::int64_t count_unmoved(std::span<const float> master, std::int64_t first_index, double lr,
+                           StreamRef stream) {
+  const Buffer count(sizeof(std::int64_t), kCuda, default_allocator(kCuda));
+  fill_zero(count.data(), count.bytes(), kCuda, stream);
+  count_unmoved_kernel<<<1024, 256, 0, static_cast<cudaStream_t>(stream.native())>>>(
+      master.data(), static_cast<std::int64_t>(master.size()), first_index, static_cast<float>(lr),
+      reinterpret_cast<unsigned long long*>(count.data()));
+  EXPECT_EQ(cudaGetLastError(), cudaSuccess);
+  std::int64_t result = -1;
+  copy_bytes(&result, count.data(), sizeof(result), kCuda, stream);
+  synchronize(kCuda, stream);
+  return result;
+}
+
 /// One band of a param: state, planes and scales, as bytes.
 std::vector<std::vector<std::uint8_t>> band_bytes(DistributedAdam& opt, const std::string& name,
                                                   std::int64_t band, Device device, StreamRef stream) {
@@ -79,6 +107,8 @@ TEST(LargeParams, BandsOnBothSidesOfTwoToThe31AreThoseOfTheHost) {
 
   Config config;
   config.optimizer.clip_grad = 0;
+  config.optimizer.weight_decay = 0;
+  config.optimizer.lr = 0.01;
   config.optimizer.bucket_elems = std::int64_t{1} << 33;
   const std::vector<ParamSpec> specs = {
       test::spec("small", {kSmallRows, kCols}, ParamFormat::kMxfp8, Storage::kBoth),
@@ -106,6 +136,9 @@ TEST(LargeParams, BandsOnBothSidesOfTwoToThe31AreThoseOfTheHost) {
   EXPECT_EQ(report->grad_norm, std::sqrt(static_cast<double>(index)) * 0x1p-7);
 
   for (std::size_t p = 0; p < specs.size(); ++p) {
+    EXPECT_EQ(
+        count_unmoved(opt.owned(specs[p].name).master, first_index[p], config.optimizer.lr, stream.ref()), 0)
+        << specs[p].name;
     const std::int64_t bands = specs[p].shape[0] / kBlockElems;
     for (const std::int64_t band : {std::int64_t{0}, bands / 2, bands - 2, bands - 1}) {
       SCOPED_TRACE(specs[p].name + ", band " + std::to_string(band));
