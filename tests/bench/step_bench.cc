@@ -35,7 +35,9 @@
 
 #include "bench/band_check.h"
 #include "bench/bench_world.h"
+#include "bench/cuda_measurements.h"
 #include "bench/cuda_timer.h"
+#include "bench/measurements.h"
 #include "bench/param_lists.h"
 #include "bench/random_values.h"
 #include "bench/table.h"
@@ -296,7 +298,7 @@ void run(int argc, char** argv) {
   const auto comm =
       make_communicator({.device = world.device(), .timeout_s = kTimeoutS, .world_size = world.size()});
   bench::Measurements rows =
-      bench::start_measurements(argc, argv, world.device(), stream.ref(), world.rank() == 0);
+      bench::start_measurements(argc, argv, world.device(), stream.ref(), world.size(), world.rank());
   if (world.rank() == 0) std::cout << comm->describe() << '\n';
   for (const Variant& variant : chosen) run_variant(variant, repeats, world, *comm, stream.ref(), rows);
   if (world.rank() == 0) bench::write_json(rows, argc, argv);

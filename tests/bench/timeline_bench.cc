@@ -37,7 +37,9 @@
 
 #include "bench/bench_world.h"
 #include "bench/busy_cuda.h"
+#include "bench/cuda_measurements.h"
 #include "bench/cuda_timer.h"
+#include "bench/measurements.h"
 #include "bench/param_lists.h"
 #include "bench/random_values.h"
 #include "bench/table.h"
@@ -420,7 +422,8 @@ void run(int argc, char** argv) {
   const Device device = world.device();
   MXOPT_CUDA_CHECK(cudaSetDevice(device.index));
   const Stream stream(device);
-  bench::Measurements rows = bench::start_measurements(argc, argv, device, stream.ref(), world.rank() == 0);
+  bench::Measurements rows =
+      bench::start_measurements(argc, argv, device, stream.ref(), world.size(), world.rank());
 #if MXOPT_BENCH_HAS_NCCL
   const BareNccl bare(world);
   void* const native_comm = bare.get();
