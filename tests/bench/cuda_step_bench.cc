@@ -14,7 +14,7 @@
 //             bytes (row) or 30 (both) per element with fp32 gradients, two less with bf16, and the column
 //             byte of an element of a cut band is not its. cut bands: their masters read, their column bytes
 //             written. stats: the gradient read. Scales, a byte for 32 elements and plane, are not counted.
-//   times     of a phase that moves 256 MB or more, between two events around each call. Of a smaller one,
+//   times     of a phase that moves 256 MiB or more, between two events around each call. Of a smaller one,
 //             throughput back to back in a CUDA graph of calls that use several sets of params in turn, so
 //             that together they move more than that: kernels may begin before the one in front is done, so
 //             a call's start is hidden by the end of the one before it. At most 64 sets, in three
