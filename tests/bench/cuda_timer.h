@@ -97,6 +97,7 @@ Times measure_calls(int calls, int replays, StreamRef stream, const Call& call) 
 /// graph of as many spacers alone: the time that one call takes of its own, its launch included.
 template <class Call>
 Times measure_isolated(int calls, int replays, StreamRef stream, const Call& call) {
+  launch_spacer(stream);  // loads the kernel, outside of the capture
   const Times spacers = measure_calls(calls, replays, stream, [&](int) { launch_spacer(stream); });
   Times times = measure_calls(calls, replays, stream, [&](int i) {
     call(i);
