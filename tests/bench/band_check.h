@@ -113,6 +113,11 @@ class BandCheck {
     return result;
   }
 
+  /// By bits: the sign of a zero counts.
+  static bool is_other(float a, float b) {
+    return float_to_bits(a) != float_to_bits(b);
+  }
+
   static std::int64_t differences(const Piece& piece, const Result& got,
                                   const reference::AdamSettings& settings) {
     const std::int64_t cols = piece.segment->planes.cols;
@@ -124,8 +129,8 @@ class BandCheck {
     const reference::Mxfp8 expected = reference::quantize(band, kBlockElems, cols, false);
     std::int64_t wrong = 0;
     for (std::size_t i = 0; i < got.p.size(); ++i) {
-      wrong += got.p[i] != state.p[i] || got.m[i] != state.m[i] || got.v[i] != state.v[i] ||
-               got.rows[i] != expected.row_data[first + i] ||
+      wrong += is_other(got.p[i], state.p[i]) || is_other(got.m[i], state.m[i]) ||
+               is_other(got.v[i], state.v[i]) || got.rows[i] != expected.row_data[first + i] ||
                (!got.columns.empty() && got.columns[i] != expected.column_data[first + i]);
     }
     for (std::size_t i = 0; i < got.row_scales.size(); ++i) {

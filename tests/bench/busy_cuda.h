@@ -9,4 +9,8 @@ namespace mxopt::bench {
 /// multiprocessors are left to others: what it hides is the most that a computation of this length can hide.
 void keep_busy(double us, StreamRef stream);
 
+/// More than the host takes to queue a step: in front of what is timed by events, so that its time does not
+/// count.
+inline constexpr double kHeadStartUs = 3000;
+
 }  // namespace mxopt::bench

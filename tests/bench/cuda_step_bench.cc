@@ -6,16 +6,20 @@
 //             of four layers of Llama-3-8B, of two of Llama-3-70B, one rank's work of W = 1, 2, 8, 64.
 //             odd: a list of which more than a fifth of the elements lies in bands that a shard boundary
 //             divides. zeros: gradients of which some are exactly zero and always were, as those of rows
-//             of an embedding that no token used, and gradients of 2^-106 or so: such first moments are
-//             what is left of rows that no token used for hundreds of steps.
+//             of an embedding that no token used (moments of 0 are ordinary numbers to the update), and
+//             gradients of 2^-106 or so: such first moments are what is left of rows that no token used for
+//             hundreds of steps, and are divided in FP64, out of line.
 //   rank      rank W / 2; of odd, the one whose share of cut bands is next to the mean.
 //   phases    update: gradient read, master and both moments read and written, plane bytes written: 29
-//             bytes (row) or 30 (both) per element with fp32 gradients, two less with bf16. cut bands:
-//             their masters read, their column bytes written. stats: the gradient read. Scales, a byte
-//             for 32 elements and plane, are not counted.
-//   times     between two events around each call; where a call's memory is smaller than 256 MB, of
-//             replays of a graph of calls that use several sets of params in turn, together larger than
-//             that (at most 64 sets: one 160x96 stays in the second-level cache all the same).
+//             bytes (row) or 30 (both) per element with fp32 gradients, two less with bf16, and the column
+//             byte of an element of a cut band is not its. cut bands: their masters read, their column bytes
+//             written. stats: the gradient read. Scales, a byte for 32 elements and plane, are not counted.
+//   times     of a phase that moves 256 MiB or more, between two events around each call. Of a smaller one,
+//             throughput back to back in a CUDA graph of calls that use several sets of params in turn, so
+//             that together they move more than that: kernels may begin before the one in front is done, so
+//             a call's start is hidden by the end of the one before it. At most 64 sets, in three
+//             quarters of the memory that is free: one 160x96 stays in the second-level cache all the same,
+//             and the cut bands of 8b and 70b at W = 64 in part.
 //   wrong     update, cut bands: see band_check.h, after one update. stats: limbs of the sum that differ
 //             from those of the host, for up to 300 million elements; else it is not compared.
 #include <algorithm>
@@ -32,10 +36,13 @@
 #include <vector>
 
 #include "bench/band_check.h"
+#include "bench/cuda_measurements.h"
 #include "bench/cuda_timer.h"
 #include "bench/first_step.h"
+#include "bench/measurements.h"
 #include "bench/param_lists.h"
 #include "bench/random_values.h"
+#include "bench/rotated_sets.h"
 #include "bench/table.h"
 
 #include "mxopt/collectives/self_communicator.h"
@@ -46,9 +53,6 @@ namespace {
 using namespace mxopt;
 
 constexpr Device kDevice{DeviceKind::kCuda, 0};
-constexpr std::int64_t kRotatedBytes = 256 << 20;
-constexpr std::int64_t kMaxSets = 64;
-constexpr int kCallsAtLeast = 24;
 constexpr std::int64_t kMostComparedElems = 300'000'000;
 
 enum class ZeroGrads { kNone, kHalfOfRows, kHalfOfElements, kAll, kAlmost };
@@ -105,6 +109,11 @@ class RankWork {
   int rank() const { return rank_; }
   std::int64_t elems() const { return elems_; }
   std::int64_t cut_elems() const { return cut_elems_; }
+  /// Of device memory: gradients and planes of the whole list, state of the rank's part.
+  std::int64_t memory_bytes() const {
+    return layout_.grad_elems() * dtype_bytes(tables_.grad_dtype) + 2 * layout_.row_plane_elems() +
+           elems_ * 12;
+  }
 
   bench::BandCheck band_check() const {
     return {tables_.segments, tables_.grad_dtype, true, kDevice, stream_};
@@ -205,7 +214,7 @@ void print_cut_share(const RankWork& work) {
   if (share.mean <= 0.2) throw std::logic_error("the share of cut bands is not above 20 %");
 }
 
-/// Runs one workload with sets of params that are used in turn.
+/// Runs one workload. Each phase has as many sets of params as its bytes ask for.
 void run_workload(const Workload& workload, Storage storage, DType grad_dtype, int repeats, StreamRef stream,
                   std::span<const AdamScalars> scalars, bench::Measurements& rows) {
   std::vector<std::unique_ptr<RankWork>> sets;
@@ -213,19 +222,22 @@ void run_workload(const Workload& workload, Storage storage, DType grad_dtype, i
   const RankWork& first = *sets[0];
   const bool is_both = storage == Storage::kBoth;
   if (workload.list.name == bench::odd_shapes().name && is_both) print_cut_share(first);
-  const std::int64_t update_bytes = first.elems() * (24 + (is_both ? 2 : 1) + dtype_bytes(grad_dtype));
-  const std::int64_t count = std::min(kRotatedBytes / update_bytes + 1, kMaxSets);
-  while (static_cast<std::int64_t>(sets.size()) < count) {
-    sets.push_back(std::make_unique<RankWork>(workload, storage, grad_dtype, stream));
-  }
-  const auto kernels = [&](int call) -> StepKernels& {
-    return sets[static_cast<std::size_t>(call) % sets.size()]->kernels();
-  };
 
-  const auto measure = [&](const auto& call) {
-    if (sets.size() == 1) return bench::measure_on_device(repeats, stream, call);
-    return bench::measure_calls(std::max(static_cast<int>(sets.size()), kCallsAtLeast), repeats, stream,
-                                call);
+  // call(kernels) of one phase.
+  const auto measure = [&](std::int64_t bytes, const auto& call) {
+    const std::int64_t wanted = bench::rotated_sets(bytes);
+    if (wanted == 1) {
+      return bench::measure_on_device(repeats, stream, [&](int) { call(sets[0]->kernels()); });
+    }
+    std::size_t free_bytes = 0, all_bytes = 0;
+    MXOPT_CUDA_CHECK(cudaMemGetInfo(&free_bytes, &all_bytes));
+    const std::int64_t more = static_cast<std::int64_t>(free_bytes) / 4 * 3 / first.memory_bytes();
+    const std::int64_t count = std::min(wanted, static_cast<std::int64_t>(sets.size()) + more);
+    while (static_cast<std::int64_t>(sets.size()) < count) {
+      sets.push_back(std::make_unique<RankWork>(workload, storage, grad_dtype, stream));
+    }
+    return bench::measure_calls(bench::calls_over(count), repeats, stream,
+                                [&](int i) { call(sets[static_cast<std::size_t>(i % count)]->kernels()); });
   };
 
   bench::Measurement row{.workload = workload.list.name,
@@ -243,15 +255,18 @@ void run_workload(const Workload& workload, Storage storage, DType grad_dtype, i
     rows.add(row);
   };
 
+  const auto update = [&](StepKernels& kernels) { kernels.fused_update(scalars, nullptr, stream); };
+  const auto cast = [&](StepKernels& kernels) { kernels.cast_cut_bands(false, nullptr, stream); };
   const bench::BandCheck check = first.band_check();
-  kernels(0).fused_update(scalars, nullptr, stream);
-  kernels(0).cast_cut_bands(false, nullptr, stream);
+  update(sets[0]->kernels());
+  cast(sets[0]->kernels());
   const std::int64_t wrong = check.count_wrong(reference::AdamSettings());
-  const auto update = [&](int call) { kernels(call).fused_update(scalars, nullptr, stream); };
-  add("update", update_bytes, measure(update), wrong);
+  const std::int64_t update_bytes =
+      first.elems() * (24 + (is_both ? 2 : 1) + dtype_bytes(grad_dtype)) - (is_both ? first.cut_elems() : 0);
+  add("update", update_bytes, measure(update_bytes, update), wrong);
   if (first.cut_elems() > 0 && is_both) {
-    const auto cast = [&](int call) { kernels(call).cast_cut_bands(false, nullptr, stream); };
-    add("cut bands", 5 * first.cut_elems(), measure(cast), wrong);
+    const std::int64_t cut_bytes = 5 * first.cut_elems();
+    add("cut bands", cut_bytes, measure(cut_bytes, cast), wrong);
   }
   if (is_both || workload.zeros != ZeroGrads::kNone) return;
 
@@ -259,14 +274,15 @@ void run_workload(const Workload& workload, Storage storage, DType grad_dtype, i
   auto& statistics = *reinterpret_cast<StepStatistics*>(memory.data());
   std::optional<std::int64_t> wrong_words;
   if (first.elems() <= kMostComparedElems) {
-    kernels(0).grad_stats(statistics, stream);
+    sets[0]->kernels().grad_stats(statistics, stream);
     StepStatistics got;
     copy_bytes(&got, &statistics, sizeof(got), kDevice, stream);
     synchronize(kDevice, stream);
     wrong_words = first.count_wrong_statistics(got);
   }
-  const auto stats = [&](int call) { kernels(call).grad_stats(statistics, stream); };
-  add("stats", first.elems() * dtype_bytes(grad_dtype), measure(stats), wrong_words);
+  const auto stats = [&](StepKernels& kernels) { kernels.grad_stats(statistics, stream); };
+  const std::int64_t grad_bytes = first.elems() * dtype_bytes(grad_dtype);
+  add("stats", grad_bytes, measure(grad_bytes, stats), wrong_words);
 }
 
 void run(int argc, char** argv) {

@@ -1,17 +1,17 @@
-// Timing on a CUDA device: events around each run, the ceiling of a large copy, and the facts of the machine.
+// Timing on a CUDA device: events around each run, or around a graph of many.
+//
+// Kernels of the library may begin before the kernel in front of them is done (programmatic dependent
+// launch), in a graph too. What a graph of calls gives is therefore the throughput of calls back to back: the
+// start of one overlaps the end of the one in front. measure_isolated() is for the time of one alone.
 #pragma once
 
-#include <array>
-#include <cstdint>
-#include <cstdio>
-#include <ctime>
-#include <string>
-#include <string_view>
+#include <cstddef>
+#include <utility>
 #include <vector>
 
 #include <cuda_runtime.h>
 
-#include "bench/measurements.h"
+#include "bench/spacer_cuda.h"
 #include "bench/table.h"
 
 #include "mxopt/params/cuda_handles.h"
@@ -38,15 +38,21 @@ class TimedEvent {
   cudaEvent_t event_ = nullptr;
 };
 
-/// Times of body(run) on `stream`, each between two events; three runs to warm up.
-template <class Body>
-Times measure_on_device(int repeats, StreamRef stream, const Body& body) {
+/// Times of body(run) on `stream`, each between two events; three runs to warm up. before(run) is enqueued in
+/// front of the first event.
+template <class Before, class Body>
+Times measure_on_device(int repeats, StreamRef stream, const Before& before, const Body& body) {
   constexpr int kWarmUps = 3;
-  for (int i = 0; i < kWarmUps; ++i) body(i);
+  for (int i = 0; i < kWarmUps; ++i) {
+    before(i);
+    body(i);
+  }
   std::vector<TimedEvent> begins(static_cast<std::size_t>(repeats)), ends(begins.size());
   for (std::size_t i = 0; i < begins.size(); ++i) {
+    const int run = kWarmUps + static_cast<int>(i);
+    before(run);
     begins[i].record(stream);
-    body(kWarmUps + static_cast<int>(i));
+    body(run);
     ends[i].record(stream);
   }
   MXOPT_CUDA_CHECK(cudaStreamSynchronize(cuda::native(stream)));
@@ -55,8 +61,14 @@ Times measure_on_device(int repeats, StreamRef stream, const Body& body) {
   return statistics(std::move(samples_ms));
 }
 
-/// Times of one call, from replays of a graph of `calls` calls: call(0), call(1) ... For those that are too
-/// short to be timed one by one.
+template <class Body>
+Times measure_on_device(int repeats, StreamRef stream, const Body& body) {
+  return measure_on_device(
+      repeats, stream, [](int) {}, body);
+}
+
+/// Time of a replay over `calls`, of a graph of call(0), call(1) ... call(calls - 1): their throughput back
+/// to back. For calls that are too short to be timed one by one.
 template <class Call>
 Times measure_calls(int calls, int replays, StreamRef stream, const Call& call) {
   constexpr int kWarmUps = 2;
@@ -81,65 +93,18 @@ Times measure_calls(int calls, int replays, StreamRef stream, const Call& call) 
   return statistics(std::move(samples_ms));
 }
 
-inline constexpr std::int64_t kCeilingBytes = std::int64_t{1} << 31;
-
-/// Of a copy of kCeilingBytes on the device.
-inline Times measure_ceiling(Device device, StreamRef stream) {
-  const auto allocator = default_allocator(device);
-  const Buffer from(kCeilingBytes, device, allocator), to(kCeilingBytes, device, allocator);
-  return measure_on_device(15, stream,
-                           [&](int) { copy_bytes(to.data(), from.data(), kCeilingBytes, device, stream); });
-}
-
-/// First line of what a command prints; empty when there is none.
-inline std::string output_of(const char* command) {
-  std::FILE* const pipe = popen(command, "r");
-  if (pipe == nullptr) return "";
-  std::array<char, 256> line{};
-  const bool is_read = std::fgets(line.data(), static_cast<int>(line.size()), pipe) != nullptr;
-  pclose(pipe);
-  const std::string_view text = is_read ? line.data() : "";
-  return std::string(text.substr(0, text.find('\n')));
-}
-
-/// The command is written without the folder of the program, and without --json and --commit.
-inline RunFacts facts_of_run(int argc, char** argv, Device device) {
-  RunFacts facts;
-  cudaDeviceProp properties{};
-  MXOPT_CUDA_CHECK(cudaGetDeviceProperties(&properties, device.index));
-  facts.card = properties.name;
-  facts.driver = output_of("nvidia-smi --query-gpu=driver_version --format=csv,noheader 2>/dev/null");
-  if (facts.driver.empty()) facts.driver = "unknown";
-  facts.cuda = std::to_string(CUDART_VERSION / 1000) + "." + std::to_string(CUDART_VERSION % 1000 / 10);
-  facts.commit = option(argc, argv, "--commit", "unknown");
-  const std::time_t now = std::time(nullptr);
-  std::tm utc{};
-  std::array<char, 16> day{};
-  std::strftime(day.data(), day.size(), "%Y-%m-%d", gmtime_r(&now, &utc));
-  facts.date = day.data();
-  const std::string program = argv[0];
-  facts.command = program.substr(program.find_last_of('/') + 1);
-  for (int i = 1; i < argc; ++i) {
-    const std::string argument = argv[i];
-    if (argument == "--json" || argument == "--commit") {
-      ++i;
-    } else {
-      facts.command += " " + argument;
-    }
-  }
-  return facts;
-}
-
-/// The rows of a program on one device, with the ceiling measured now.
-inline Measurements start_measurements(int argc, char** argv, Device device, StreamRef stream,
-                                       bool prints = true) {
-  return {facts_of_run(argc, argv, device), measure_ceiling(device, stream), 2 * kCeilingBytes, prints};
-}
-
-/// To the file that --json names, if any.
-inline void write_json(const Measurements& measurements, int argc, char** argv) {
-  const std::string path = option(argc, argv, "--json", "");
-  if (!path.empty()) measurements.write_json(path);
+/// The same with a spacer behind each call, which neither overlaps it nor what follows, less the median of a
+/// graph of as many spacers alone: the time that one call takes of its own, its launch included.
+template <class Call>
+Times measure_isolated(int calls, int replays, StreamRef stream, const Call& call) {
+  launch_spacer(stream);  // loads the kernel, outside of the capture
+  const Times spacers = measure_calls(calls, replays, stream, [&](int) { launch_spacer(stream); });
+  Times times = measure_calls(calls, replays, stream, [&](int i) {
+    call(i);
+    launch_spacer(stream);
+  });
+  for (double* const ms : {&times.min_ms, &times.p50_ms, &times.p99_ms}) *ms -= spacers.p50_ms;
+  return times;
 }
 
 }  // namespace mxopt::bench

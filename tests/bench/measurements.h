@@ -16,19 +16,10 @@
 
 #include <nlohmann/json.hpp>
 
+#include "bench/run_facts.h"
 #include "bench/table.h"
 
 namespace mxopt::bench {
-
-/// Where, when and how a program ran.
-struct RunFacts {
-  std::string card;
-  std::string driver;
-  std::string cuda;
-  std::string commit;
-  std::string date;
-  std::string command;
-};
 
 /// One phase of one workload. What does not apply is absent: null in the file, a dash in print.
 struct Measurement {
@@ -43,6 +34,7 @@ struct Measurement {
   int world_size = 1;
   std::optional<std::int64_t> bytes = {};
   Times times = {};
+  bool has_minimum = true;
   std::optional<std::int64_t> wrong_elements = {};
   std::optional<std::int64_t> launches = {};  // of kernels, counted in a captured graph
 };
@@ -132,7 +124,8 @@ class Measurements {
     row["world_size"] = m.world_size;
     row["bytes"] = or_null(m.bytes);
     row["us_median"] = decimal(1000 * m.times.p50_ms, 3);
-    row["us_min"] = decimal(1000 * m.times.min_ms, 3);
+    row["us_min"] = nullptr;
+    if (m.has_minimum) row["us_min"] = decimal(1000 * m.times.min_ms, 3);
     row["tb_per_s"] = nullptr;
     row["ratio_to_ceiling"] = nullptr;
     if (m.bytes) {

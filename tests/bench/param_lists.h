@@ -59,7 +59,7 @@ inline ParamList llama_70b() {
   return llama_layers("llama-3-70b, 2 layers", 2, 8192, 1024, 28672);
 }
 
-/// Wide and short ones with odd numbers of bands and of blocks: at 64 ranks most shards begin and end inside
+/// Wide and short ones with odd numbers of bands and of blocks: at 32 ranks most shards begin and end inside
 /// of a band.
 inline ParamList odd_shapes() {
   return {"odd shapes",

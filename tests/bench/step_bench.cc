@@ -5,14 +5,22 @@
 //   list      8b: the matrices of four layers of Llama-3-8B, 872 million elements, with every mix of
 //             planes and type of gradients, with and without clipping, and with gradients that the
 //             trainer overwrites or that the optimizer zeroes. small: 28 and 2,800 params of 160 x 96.
-//   phases    step: between two events on the trainer's stream around a call, the calls back to back, so
-//             that what is left to other streams by one step is waited for in the next. step synced: by
-//             the host's clock, with a wait for the stream in each; zeroing goes on behind it, and does
-//             not count. step host: by the host's clock, the call alone, while nothing else is queued.
-//             step replay: a captured step in a CUDA graph.
+//   phases    step: begin_backward(), grad_ready() of every param and step(), between two events on the
+//             trainer's stream. Where the trainer overwrites its gradients, which stay as they are, the calls
+//             are back to back, so that what is left to other streams by one step is waited for in the next.
+//             Where the optimizer zeroes them, they are filled again in front of each step, outside of the
+//             time, the device is busy until the host has queued the step, and the wait for what the step
+//             leaves to other streams (gathers, zeroing) is part of the time.
+//             step, grads 0: those calls back to back where the optimizer zeroes; nothing can fill gradients
+//             in between, so that all are steps with gradients of 0.
+//             step synced: step() alone, by the host's clock, with a wait for the stream; zeroing goes on
+//             behind it, and does not count. step host: by the host's clock, the call of step() alone, while
+//             nothing else is queued. In front of both, and outside of the time: gradients filled, where
+//             they were zeroed, begin_backward() and grad_ready(), with all that those start.
+//             step replay: a captured step in a CUDA graph, zeroing in it, with gradients filled in front.
 //   bytes     of the rank, of one step: gradients read twice (their norm, the update), master and moments
-//             read and written, plane bytes written; where the optimizer zeroes gradients, those. Scales
-//             and messages are not counted.
+//             read and written, plane bytes written, masters of cut bands read again; where the optimizer
+//             zeroes gradients within the time, those. Scales and messages are not counted.
 //   wrong     see band_check.h, after the first step, its clip factor taken from the report; of all
 //             ranks. All ranks hold the same gradients, whose average is exact, and compared, where W is
 //             a power of two.
@@ -35,7 +43,10 @@
 
 #include "bench/band_check.h"
 #include "bench/bench_world.h"
+#include "bench/busy_cuda.h"
+#include "bench/cuda_measurements.h"
 #include "bench/cuda_timer.h"
+#include "bench/measurements.h"
 #include "bench/param_lists.h"
 #include "bench/random_values.h"
 #include "bench/table.h"
@@ -113,9 +124,9 @@ class Training {
         grad_dtype_(variant.grad_dtype),
         grad_mode_(variant.grad_mode),
         opt_(bench::specs_of(variant.list, variant.storage, variant.grad_mode), config_of(variant), comm,
-             comm.device()) {
+             comm.device()),
+        grads_(variant.grad_dtype, 0, comm.device(), stream) {
     const bench::RandomValues masters(DType::kFp32, 0, comm.device(), stream);
-    const bench::RandomValues grads(variant.grad_dtype, 0, comm.device(), stream);
     for (const ParamLayout& param : opt_.layout().params()) {
       const OwnedSlice slice = opt_.owned(param.name);
       const auto owned = static_cast<std::int64_t>(slice.master.size());
@@ -124,16 +135,20 @@ class Training {
         opt_.set_initial(param.name, slice.param_begin + begin,
                          masters.period().sub(0, std::min(period, owned - begin)), stream);
       }
-      const TypedSpan grad = opt_.grad(param.name).data;
-      grads.copy_to(grad.data, grad.elems, stream);
       owned_elems_ += owned;
-      grad_elems_ += grad.elems;
+      grad_elems_ += param.elems();
     }
+    for (const CutBand& band : opt_.layout().cut_bands(comm.rank())) {
+      cut_elems_ += band.param_end - band.param_begin;
+    }
+    fill_gradients();
     opt_.publish(stream);
   }
 
   std::int64_t bytes_of_step(Storage storage) const {
-    return owned_elems_ * (24 + (storage == Storage::kBoth ? 2 : 1) + 2 * dtype_bytes(grad_dtype_));
+    const bool is_both = storage == Storage::kBoth;
+    return owned_elems_ * (24 + (is_both ? 2 : 1) + 2 * dtype_bytes(grad_dtype_)) +
+           (is_both ? cut_elems_ * 4 : 0);
   }
   std::int64_t bytes_of_zeroing() const {
     return grad_mode_ == GradMode::kAccumulate ? grad_elems_ * dtype_bytes(grad_dtype_) : 0;
@@ -145,13 +160,22 @@ class Training {
     call_ready();
     const StepReport report = opt_.step(stream_);
     if (!report->taken) throw std::runtime_error("the first step was skipped");
-    for (const ParamLayout& param : opt_.layout().params()) {
-      opt_.wait_param(param.name, Plane::kRow, stream_);
-      if (param.family.has_column()) opt_.wait_param(param.name, Plane::kColumn, stream_);
-    }
+    wait_for_rest();
     reference::AdamSettings settings;
     settings.grad_factor = report->clip_factor;
     return check.count_wrong(settings);
+  }
+
+  /// Steps one by one, each with its own gradients, to the end of all that it leaves to other streams.
+  bench::Times with_gradients(int repeats) {
+    return after_filling(repeats, [&] {
+      step();
+      wait_for_rest();
+    });
+  }
+
+  bench::Times replays(int repeats, const CapturedStep& captured) {
+    return after_filling(repeats, [&] { captured.replay(stream_); });
   }
 
   bench::Times back_to_back(int repeats) {
@@ -176,6 +200,10 @@ class Training {
     using Clock = std::chrono::steady_clock;
     std::vector<double> call_ms, synced_ms;
     for (int i = 0; i < repeats; ++i) {
+      if (grad_mode_ == GradMode::kAccumulate) {
+        wait_for_rest();
+        fill_gradients();
+      }
       call_ready();
       MXOPT_CUDA_CHECK(cudaDeviceSynchronize());
       const auto start = Clock::now();
@@ -192,6 +220,30 @@ class Training {
   DistributedAdam& opt() { return opt_; }
 
  private:
+  template <class Body>
+  bench::Times after_filling(int repeats, const Body& body) {
+    const auto before = [&](int) {
+      fill_gradients();
+      bench::keep_busy(bench::kHeadStartUs, stream_);
+    };
+    return bench::measure_on_device(repeats, stream_, before, [&](int) { body(); });
+  }
+  /// After what zeroes them, in the order of the stream.
+  void fill_gradients() {
+    for (const ParamLayout& param : opt_.layout().params()) {
+      const TypedSpan grad = opt_.grad(param.name).data;
+      grads_.copy_to(grad.data, grad.elems, stream_);
+    }
+  }
+  /// The stream waits for all planes and for the zeroing of gradients; params of a bucket are waited for
+  /// together.
+  void wait_for_rest() {
+    for (const Bucket& bucket : opt_.layout().buckets()) {
+      const ParamLayout& param = opt_.layout().param(bucket.params.front());
+      opt_.wait_param(param.name, Plane::kRow, stream_);
+      if (param.family.has_column()) opt_.wait_param(param.name, Plane::kColumn, stream_);
+    }
+  }
   /// Buffers to be overwritten count as empty without this.
   void call_ready() {
     opt_.begin_backward();
@@ -225,7 +277,8 @@ class Training {
   DType grad_dtype_;
   GradMode grad_mode_;
   DistributedAdam opt_;
-  std::int64_t owned_elems_ = 0, grad_elems_ = 0;
+  bench::RandomValues grads_;
+  std::int64_t owned_elems_ = 0, grad_elems_ = 0, cut_elems_ = 0;
 };
 
 void run_variant(const Variant& variant, int repeats, const bench::World& world, Communicator& comm,
@@ -246,21 +299,24 @@ void run_variant(const Variant& variant, int repeats, const bench::World& world,
     rows.add(row);
   };
   const std::int64_t bytes = training.bytes_of_step(variant.storage);
-  const bench::Times device = training.back_to_back(repeats);
+  const bool is_zeroing = variant.grad_mode == GradMode::kAccumulate;
+  const bench::Times device = is_zeroing ? training.with_gradients(repeats) : training.back_to_back(repeats);
   const Training::HostTimes host = training.one_by_one(repeats);
+  bench::Times without_gradients;
+  if (is_zeroing) without_gradients = training.back_to_back(repeats);
   // Without calls of grad_ready a captured step takes buffers to be overwritten for empty ones.
   std::optional<CapturedStep> captured;
-  if (world.size() == 1 && variant.grad_mode == GradMode::kAccumulate) {
+  if (world.size() == 1 && is_zeroing) {
     captured.emplace(training.opt(), stream);
     row.launches = captured->kernels();
   }
   const std::int64_t all_bytes = bytes + training.bytes_of_zeroing();
   add("step", all_bytes, device);
+  if (is_zeroing) add("step, grads 0", all_bytes, without_gradients);
   add("step synced", bytes, host.synced);
   add("step host", {}, host.call);
   if (!captured) return;
-  add("step replay", all_bytes,
-      bench::measure_on_device(repeats, stream, [&](int) { captured->replay(stream); }));
+  add("step replay", all_bytes, training.replays(repeats, *captured));
 }
 
 std::vector<Variant> variants(const std::string& list) {
@@ -296,7 +352,7 @@ void run(int argc, char** argv) {
   const auto comm =
       make_communicator({.device = world.device(), .timeout_s = kTimeoutS, .world_size = world.size()});
   bench::Measurements rows =
-      bench::start_measurements(argc, argv, world.device(), stream.ref(), world.rank() == 0);
+      bench::start_measurements(argc, argv, world.device(), stream.ref(), world.size(), world.rank());
   if (world.rank() == 0) std::cout << comm->describe() << '\n';
   for (const Variant& variant : chosen) run_variant(variant, repeats, world, *comm, stream.ref(), rows);
   if (world.rank() == 0) bench::write_json(rows, argc, argv);

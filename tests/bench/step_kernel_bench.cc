@@ -95,8 +95,10 @@ class Piece {
     std::int64_t wrong = 0;
     for (std::size_t i = 0; i < count; ++i) {
       const std::size_t whole = static_cast<std::size_t>(band * band_elems) + i;
-      wrong += master_[at + i] != state.p[i] || exp_avg_[at + i] != state.m[i] ||
-               exp_avg_sq_[at + i] != state.v[i];
+      // By bits: the sign of a zero counts.
+      wrong += float_to_bits(master_[at + i]) != float_to_bits(state.p[i]) ||
+               float_to_bits(exp_avg_[at + i]) != float_to_bits(state.m[i]) ||
+               float_to_bits(exp_avg_sq_[at + i]) != float_to_bits(state.v[i]);
       wrong += row_data_[whole] != expected.row_data[i];
       if (planes_.has_column()) wrong += column_data_[whole] != expected.column_data[i];
     }

@@ -4,20 +4,24 @@
 //
 // The list is that of four layers of Llama-3-8B, both planes, fp32 and bf16 gradients.
 //
-//   phases    one after the other on one stream, each between two events: reduce-scatter, statistics
-//             (squares, their sum over ranks, the decision), update (zeroing of scales and fused update),
-//             row gather, MAX, cut bands, column gather; serial: from the first event to the last.
+//   phases    one after the other on one stream, each between two events, with the device busy until the host
+//             has queued them all: reduce-scatter, statistics (squares, their sum over ranks, the decision),
+//             update (zeroing of scales and fused update), row gather, MAX, cut bands, column gather; serial:
+//             from the first event to the last.
 //             cycle: backward, step and forward, where the reductions run beside the backward pass and
 //             the gathers beside the forward pass; computing is a kernel that only takes time, 2/3 of it
-//             in the backward pass. compute: the same without an optimizer. exposed: cycle less compute,
-//             so the passes of the step, and what of the messages nothing hides.
+//             in the backward pass. compute: the same without an optimizer. exposed: the median of cycle less
+//             that of compute, so the passes of the step, and what of the messages nothing hides. The best
+//             case: the stand-in for computation leaves all of the memory's bandwidth to others.
 //             gather: all planes, in the library's way (mxopt), and by ncclAllGather in place on the same
-//             communicator and the same pieces (nccl).
+//             communicator and the same pieces (nccl); the host's time to queue them counts.
 //   bytes     what the rank moves through memory (update, statistics, cut bands), or what a ring sends of
 //             it: (W - 1) / W of the buffers for reduce-scatter and gathers, twice that for MAX; none at
-//             W = 1.
-//   wrong     gather: plane bytes that are not those of their owner, of all ranks; else not compared here
-//             (step_bench does).
+//             W = 1. Column bytes of cut bands are those of cut bands, not of the update.
+//   wrong     serial: the phases stand in this program a second time, so masters, moments, plane and scale
+//             bytes after one step of theirs are compared with those of DistributedAdam with the same
+//             values, all of them, on the list of odd shapes. gather: plane bytes that are not those of
+//             their owner. Both of all ranks. Else nothing is compared here (step_bench does).
 //   times     those of the slowest rank.
 #include <algorithm>
 #include <cstdint>
@@ -37,7 +41,9 @@
 
 #include "bench/bench_world.h"
 #include "bench/busy_cuda.h"
+#include "bench/cuda_measurements.h"
 #include "bench/cuda_timer.h"
+#include "bench/measurements.h"
 #include "bench/param_lists.h"
 #include "bench/random_values.h"
 #include "bench/table.h"
@@ -82,6 +88,56 @@ class BareNccl {
 };
 #endif
 
+/// What a step leaves of one param, on the host.
+class StateOfParam {
+ public:
+  StateOfParam(Device device, StreamRef stream) : device_(device), stream_(stream) {}
+
+  void add_owned(std::span<const float> master, std::span<const float> exp_avg,
+                 std::span<const float> exp_avg_sq) {
+    for (const std::span<const float> values : {master, exp_avg, exp_avg_sq}) {
+      const std::size_t begin = words_.size();
+      words_.resize(begin + values.size());
+      copy_bytes(words_.data() + begin, values.data(), static_cast<std::int64_t>(values.size_bytes()),
+                 device_, stream_);
+      synchronize(device_, stream_);
+    }
+  }
+  void add_planes(const MxView& planes) {
+    const std::int64_t elems = planes.rows * planes.cols;
+    add_bytes(planes.row_data, elems);
+    add_bytes(planes.row_scales, row_scale_bytes(planes.rows, planes.cols));
+    add_bytes(planes.column_data, elems);
+    add_bytes(planes.column_scales, column_scale_bytes(planes.rows, planes.cols));
+  }
+
+  /// Values and bytes that are others.
+  std::int64_t count_wrong(const StateOfParam& expected) const {
+    return differing(words_, expected.words_) + differing(bytes_, expected.bytes_);
+  }
+
+ private:
+  void add_bytes(const std::uint8_t* data, std::int64_t count) {
+    const std::size_t begin = bytes_.size();
+    bytes_.resize(begin + static_cast<std::size_t>(count));
+    copy_bytes(bytes_.data() + begin, data, count, device_, stream_);
+    synchronize(device_, stream_);
+  }
+  template <class T>
+  static std::int64_t differing(const std::vector<T>& a, const std::vector<T>& b) {
+    if (a.size() != b.size())
+      throw std::logic_error("a param's state has another size than DistributedAdam's");
+    std::int64_t count = 0;
+    for (std::size_t i = 0; i < a.size(); ++i) count += a[i] != b[i] ? 1 : 0;
+    return count;
+  }
+
+  Device device_;
+  StreamRef stream_;
+  std::vector<std::uint32_t> words_;  // bits of masters and moments: the sign of a zero counts
+  std::vector<std::uint8_t> bytes_;
+};
+
 /// The parts that DistributedAdam puts together, with every phase in reach.
 class StepParts {
  public:
@@ -105,8 +161,9 @@ class StepParts {
       masters.copy_to(row.master, row.elems, stream);
       owned_elems_ += row.elems;
     }
-    for (int b = 0; b < bucket_count(); ++b) {
-      grads.copy_to(storage_.gradients(b).data, storage_.gradients(b).elems, stream);
+    for (const ParamLayout& param : layout_.params()) {
+      const TypedSpan grad = storage_.gradients(param.bucket).sub(param.bucket_begin, param.elems());
+      grads.copy_to(grad.data, grad.elems, stream);
     }
     for (const CutBand& band : layout_.cut_bands(comm.rank()))
       cut_elems_ += band.param_end - band.param_begin;
@@ -142,7 +199,7 @@ class StepParts {
                .join(stream_);
            kernels_->decide(memory, step_options(), stream_);
          }},
-        {"update", owned_elems_ * (26 + grad_bytes),
+        {"update", owned_elems_ * (26 + grad_bytes) - cut_elems_,
          [this, &memory] {
            kernels_->clear(sync_.scales_to_clear(SyncScope::kTrainable), memory.outcome, stream_);
            kernels_->fused_update({memory.scalars, 1}, memory.outcome, stream_);
@@ -174,6 +231,22 @@ class StepParts {
   }
 
   std::int64_t ring_bytes(std::int64_t bytes) const { return bytes / comm_.size() * (comm_.size() - 1); }
+
+  /// Of one param.
+  StateOfParam state(int param) const {
+    StateOfParam state(comm_.device(), stream_);
+    // One row of the tables for each, in order.
+    const std::vector<Segment> segments = layout_.segments(comm_.rank());
+    for (std::size_t i = 0; i < segments.size(); ++i) {
+      const SegmentRow& row = tables_.segments[i];
+      const auto elems = static_cast<std::size_t>(row.elems);
+      if (segments[i].param == param) {
+        state.add_owned({row.master, elems}, {row.exp_avg, elems}, {row.exp_avg_sq, elems});
+      }
+    }
+    state.add_planes(sync_.planes(param));
+    return state;
+  }
 
   bool was_taken() const {
     StepOutcome outcome;
@@ -237,10 +310,21 @@ class Rows {
   void add(const std::string& phase, std::int64_t bytes, const bench::Times& times,
            const std::string& implementation = "mxopt", std::optional<std::int64_t> wrong = {}) {
     row_.phase = phase;
+    row_.has_minimum = true;
     row_.bytes = bytes > 0 ? std::optional(bytes) : std::nullopt;
     row_.times = world_.slowest(times);
     row_.implementation = implementation;
     row_.wrong_elements = wrong;
+    rows_.add(row_);
+  }
+  /// A difference of medians, which has no minimum.
+  void add_median(const std::string& phase, double ms) {
+    row_.phase = phase;
+    row_.has_minimum = false;
+    row_.bytes = {};
+    row_.times = world_.slowest({0, ms, 0});
+    row_.implementation = "mxopt";
+    row_.wrong_elements = {};
     rows_.add(row_);
   }
 
@@ -250,12 +334,68 @@ class Rows {
   bench::Measurement row_;
 };
 
-void measure_phases(StepParts& parts, int repeats, StreamRef stream, Device device, Rows& rows) {
+Config config_of(DType grad_dtype) {
+  Config config;
+  config.optimizer.grad_dtype = grad_dtype;
+  config.parallel.device = DeviceChoice::kCuda;
+  config.parallel.timeout_s = kTimeoutS;
+  return config;
+}
+
+/// What one step of StepParts leaves in another way than one of DistributedAdam with the same values, on this
+/// rank.
+std::int64_t count_wrong_state(DType grad_dtype, Communicator& comm, StreamRef stream) {
+  const bench::ParamList list = bench::odd_shapes();
+  std::vector<StateOfParam> got;
+  {
+    StepParts parts(list, grad_dtype, comm, stream);
+    for (const StepParts::Phase& phase : parts.phases()) phase.run();
+    if (!parts.was_taken()) throw std::runtime_error("a step was not taken");
+    for (int p = 0; p < static_cast<int>(list.shapes.size()); ++p) got.push_back(parts.state(p));
+  }
+
+  DistributedAdam opt(bench::specs_of(list, Storage::kBoth, GradMode::kOverwrite), config_of(grad_dtype),
+                      comm, comm.device());
+  const bench::RandomValues masters(DType::kFp32, 0, comm.device(), stream);
+  const bench::RandomValues grads(grad_dtype, 0, comm.device(), stream);
+  const std::span<const ParamLayout> params = opt.layout().params();
+  for (const ParamLayout& param : params) {
+    // As StepParts fills a rank's part: from its first element on.
+    const OwnedSlice slice = opt.owned(param.name);
+    const auto owned = static_cast<std::int64_t>(slice.master.size());
+    const std::int64_t period = masters.period().elems;
+    for (std::int64_t begin = 0; begin < owned; begin += period) {
+      opt.set_initial(param.name, slice.param_begin + begin,
+                      masters.period().sub(0, std::min(period, owned - begin)), stream);
+    }
+    const TypedSpan grad = opt.grad(param.name).data;
+    grads.copy_to(grad.data, grad.elems, stream);
+  }
+  opt.publish(stream);
+  opt.begin_backward();
+  for (const ParamLayout& param : params) opt.grad_ready(param.name, stream);
+  opt.step(stream);
+  std::int64_t wrong = 0;
+  for (std::size_t p = 0; p < params.size(); ++p) {
+    opt.wait_param(params[p].name, Plane::kRow, stream);
+    const ParamView view = opt.wait_param(params[p].name, Plane::kColumn, stream);
+    const OwnedSlice slice = opt.owned(params[p].name);
+    StateOfParam expected(comm.device(), stream);
+    expected.add_owned(slice.master, slice.exp_avg, slice.exp_avg_sq);
+    expected.add_planes(view.planes);
+    wrong += got[p].count_wrong(expected);
+  }
+  return wrong;
+}
+
+void measure_phases(StepParts& parts, std::int64_t wrong, int repeats, StreamRef stream, Device device,
+                    Rows& rows) {
   constexpr int kWarmUps = 3;
   std::vector<StepParts::Phase> phases = parts.phases();
   std::vector<std::vector<double>> samples_ms(phases.size() + 1);
   std::vector<bench::TimedEvent> marks(phases.size() + 1);
   for (int i = 0; i < kWarmUps + repeats; ++i) {
+    bench::keep_busy(bench::kHeadStartUs, stream);
     marks[0].record(stream);
     for (std::size_t p = 0; p < phases.size(); ++p) {
       phases[p].run();
@@ -272,7 +412,7 @@ void measure_phases(StepParts& parts, int repeats, StreamRef stream, Device devi
   for (std::size_t p = 0; p < phases.size(); ++p) {
     rows.add(phases[p].name, phases[p].bytes, bench::statistics(std::move(samples_ms[p])));
   }
-  rows.add("serial", 0, bench::statistics(std::move(samples_ms.back())));
+  rows.add("serial", 0, bench::statistics(std::move(samples_ms.back())), "mxopt", wrong);
 }
 
 /// The byte that the owner of element i of all buckets writes there.
@@ -359,12 +499,8 @@ void measure_gathers(StepParts& parts, Communicator& comm, const bench::World& w
 /// Times of a training iteration without and with an optimizer.
 void measure_cycle(const bench::ParamList& list, DType grad_dtype, Communicator& comm, int repeats,
                    double forward_ms, StreamRef stream, Rows& rows) {
-  Config config;
-  config.optimizer.grad_dtype = grad_dtype;
-  config.parallel.device = DeviceChoice::kCuda;
-  config.parallel.timeout_s = kTimeoutS;
-  DistributedAdam opt(bench::specs_of(list, Storage::kBoth, GradMode::kOverwrite), config, comm,
-                      comm.device());
+  DistributedAdam opt(bench::specs_of(list, Storage::kBoth, GradMode::kOverwrite), config_of(grad_dtype),
+                      comm, comm.device());
   const bench::RandomValues masters(DType::kFp32, 0, comm.device(), stream);
   const bench::RandomValues grads(grad_dtype, 0, comm.device(), stream);
   std::int64_t elems = 0;
@@ -407,10 +543,7 @@ void measure_cycle(const bench::ParamList& list, DType grad_dtype, Communicator&
   const bench::Times together = bench::measure_on_device(repeats, stream, cycle);
   rows.add("compute", 0, alone);
   rows.add("cycle", 0, together);
-  bench::Times exposed;
-  exposed.min_ms = together.min_ms - alone.min_ms;
-  exposed.p50_ms = together.p50_ms - alone.p50_ms;
-  rows.add("exposed", 0, exposed);
+  rows.add_median("exposed", together.p50_ms - alone.p50_ms);
 }
 
 void run(int argc, char** argv) {
@@ -420,7 +553,8 @@ void run(int argc, char** argv) {
   const Device device = world.device();
   MXOPT_CUDA_CHECK(cudaSetDevice(device.index));
   const Stream stream(device);
-  bench::Measurements rows = bench::start_measurements(argc, argv, device, stream.ref(), world.rank() == 0);
+  bench::Measurements rows =
+      bench::start_measurements(argc, argv, device, stream.ref(), world.size(), world.rank());
 #if MXOPT_BENCH_HAS_NCCL
   const BareNccl bare(world);
   void* const native_comm = bare.get();
@@ -434,9 +568,10 @@ void run(int argc, char** argv) {
   const bench::ParamList list = bench::llama_8b();
   for (const DType grad_dtype : {DType::kFp32, DType::kBf16}) {
     Rows rows_of_type(list, grad_dtype, world, rows);
+    const std::int64_t wrong = world.sum(count_wrong_state(grad_dtype, *comm, stream.ref()));
     {
       StepParts parts(list, grad_dtype, *comm, stream.ref());
-      measure_phases(parts, repeats, stream.ref(), device, rows_of_type);
+      measure_phases(parts, wrong, repeats, stream.ref(), device, rows_of_type);
       if (grad_dtype == DType::kFp32) {
         measure_gathers(parts, *comm, world, repeats, stream.ref(), native_comm, rows_of_type);
       }

@@ -13,12 +13,12 @@
 // Masters are larger than the caches at the default size; nothing is flushed.
 #include <cstdint>
 #include <iostream>
-#include <random>
 #include <stdexcept>
 #include <string>
 #include <vector>
 
 #include "bench/host_ceiling.h"
+#include "bench/random_values.h"
 #include "bench/table.h"
 #if MXOPT_WITH_CUDA
 #include "bench/writeback_bench_cuda.h"
@@ -45,10 +45,9 @@ struct Masters {
 
 Masters make_masters(std::int64_t elems) {
   Masters masters;
-  std::mt19937 random(1);
-  std::normal_distribution<float> normal(0.0f, 0.02f);
   masters.fp32.resize(static_cast<std::size_t>(elems));
-  for (float& value : masters.fp32) value = normal(random);
+  bench::RandomValues(DType::kFp32, 0, Device(), StreamRef())
+      .copy_to(masters.fp32.data(), elems, StreamRef());
   for (const float value : masters.fp32) masters.bf16.push_back(fp32_to_bf16(value));
   return masters;
 }

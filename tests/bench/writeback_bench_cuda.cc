@@ -1,9 +1,15 @@
 // Speed of the batch writeback on a GPU, against a large device copy measured in the same run.
 //
-// Each time is that of one call in a CUDA graph that goes round over sets of buffers which together are
-// larger than the second-level cache. Masters of a shard have memory of their own that starts at a multiple
-// of 256 bytes, so at offset 17 no row of the matrix is aligned. Bytes are those of writeback_bench on the
-// host; wrong are bytes of packed scales, planes and scale arrays that differ from the host's, all compared.
+// amax and cast are the throughput of calls back to back, in a CUDA graph: kernels may begin before the one
+// in front is done, so a call's start is hidden by the end of the one before it. The calls go round over at
+// least two sets of buffers whose masters together are larger than the second-level cache; at most 64 sets,
+// so that those of one 160x96 stay in it. "amax, isolated" and "cast, isolated", of 1/64 of a matrix and of
+// 300 params, are the time of one call between two kernels that overlap nothing (see measure_isolated).
+//
+// Masters of a shard have memory of their own that starts at a multiple of 256 bytes, so at offset 17 no row
+// of the matrix is aligned. Bytes are those of writeback_bench on the host; wrong are bytes of packed scales,
+// planes and scale arrays that differ from the host's, all of the first and of the last set compared. A
+// master that is counted as not finite ends the program.
 //
 // In a scale arena the packed scales are the scale arrays themselves, as in the optimizer, so that the cast
 // has none to copy: its bytes are those of the masters, the planes and the scales of the blocks that it owns.
@@ -12,8 +18,7 @@
 #include <algorithm>
 #include <cstdint>
 #include <cstring>
-#include <iostream>
-#include <random>
+#include <optional>
 #include <span>
 #include <stdexcept>
 #include <string>
@@ -22,10 +27,13 @@
 
 #include <cuda_runtime.h>
 
+#include "bench/cuda_measurements.h"
 #include "bench/cuda_timer.h"
+#include "bench/measurements.h"
+#include "bench/random_values.h"
+#include "bench/rotated_sets.h"
 #include "bench/table.h"
 
-#include "mxopt/params/bf16.h"
 #include "mxopt/params/cuda_handles.h"
 #include "mxopt/quant/writeback.h"
 
@@ -34,9 +42,6 @@ namespace mxopt::bench {
 namespace {
 
 constexpr Device kCuda{DeviceKind::kCuda, 0};
-constexpr std::int64_t kRotatedBytes = 256 << 20;  // several times the second-level cache
-constexpr std::int64_t kMaxSets = 64;
-constexpr int kCallsAtLeast = 24;
 
 struct Case {
   std::int64_t rows;
@@ -55,25 +60,6 @@ struct Case {
     return params == 1 ? shape : std::to_string(params) + " of " + shape;
   }
 };
-
-/// Masters as bytes: normal values, repeated with a period that no row length divides.
-std::vector<std::uint8_t> make_masters(DType dtype, std::int64_t elems) {
-  constexpr std::size_t kPeriodElems = 1048573;
-  std::mt19937 random(1);
-  std::normal_distribution<float> normal(0.0f, 0.02f);
-  std::vector<std::uint8_t> period;
-  for (std::size_t i = 0; i < kPeriodElems; ++i) {
-    const std::uint32_t bits = float_to_bits(normal(random));
-    const std::uint32_t rounded = bf16_rne_bits(bits);
-    const auto* bytes = reinterpret_cast<const std::uint8_t*>(dtype == DType::kFp32 ? &bits : &rounded);
-    period.insert(period.end(), bytes, bytes + dtype_bytes(dtype));
-  }
-  std::vector<std::uint8_t> masters(static_cast<std::size_t>(elems * dtype_bytes(dtype)));
-  for (std::size_t at = 0; at < masters.size(); at += period.size()) {
-    std::memcpy(masters.data() + at, period.data(), std::min(period.size(), masters.size() - at));
-  }
-  return masters;
-}
 
 /// One set of buffers: the memory of all params of a case on one device.
 struct Set {
@@ -112,11 +98,11 @@ struct Set {
     return packed.bytes() != 0 ? packed.as<std::uint8_t>() : scales.as<std::uint8_t>();
   }
   std::int64_t bytes() const { return masters.bytes() + planes.bytes() + scales.bytes() + packed.bytes(); }
-  void fill(const std::vector<std::uint8_t>& values, Device device) const {
+  /// values  on the set's device.
+  void fill(const RandomValues& values, Device device) const {
     for (const Mxfp8Shard& shard : shards) {
       // The set owns this memory; only the view of it is const.
-      copy_bytes(const_cast<void*>(shard.master.data), values.data(), shard.master.bytes(), device,
-                 StreamRef());
+      values.copy_to(const_cast<void*>(shard.master.data), shard.master.elems, StreamRef());
     }
     synchronize(device, StreamRef());
   }
@@ -133,14 +119,27 @@ std::int64_t differing(const Buffer& expected, const Buffer& got) {
 }
 
 /// Bytes of packed scales, planes and scale arrays that differ from the host's.
-std::int64_t count_wrong(const Case& chosen, const Set& set, const std::vector<std::uint8_t>& masters) {
+std::int64_t count_wrong(const Case& chosen, std::span<const Set> sets) {
   const Set expected(chosen, Device());
-  expected.fill(masters, Device());
+  expected.fill(RandomValues(chosen.dtype, 0, Device(), StreamRef()), Device());
   const Mxfp8Batch batch(expected.shards, Device());
   batch.partial_amax(expected.packed_scales(), StreamRef());
   batch.partial_cast(expected.packed_scales(), {}, StreamRef());
-  return differing(expected.packed, set.packed) + differing(expected.planes, set.planes) +
-         differing(expected.scales, set.scales);
+  std::int64_t wrong = 0;
+  for (const Set* const set : {&sets.front(), &sets.back()}) {
+    wrong += differing(expected.packed, set->packed) + differing(expected.planes, set->planes) +
+             differing(expected.scales, set->scales);
+  }
+  return wrong;
+}
+
+void require_all_finite(const Buffer& nonfinite) {
+  std::int64_t count = 0;
+  copy_bytes(&count, nonfinite.data(), sizeof(count), kCuda, StreamRef());
+  synchronize(kCuda, StreamRef());
+  if (count != 0) {
+    throw std::logic_error(std::to_string(count) + " masters were counted as not finite; there are none");
+  }
 }
 
 struct Options {
@@ -151,15 +150,14 @@ struct Options {
   std::int64_t divisor;  // 0: all
 };
 
-void run_case(const Case& chosen, const Options& options, const std::vector<std::uint8_t>& masters,
-              StreamRef stream, Measurements& rows) {
+void run_case(const Case& chosen, const Options& options, const RandomValues& masters, StreamRef stream,
+              Measurements& rows) {
   std::vector<Set> sets;
   sets.emplace_back(chosen, kCuda);
-  // What a call touches, not the whole matrix, must not fit into the cache.
   const auto packed_bytes = static_cast<std::int64_t>(sets[0].packed_scales().size());
   const std::int64_t owned = chosen.params * chosen.owned();
   const std::int64_t master_bytes = owned * dtype_bytes(chosen.dtype);
-  const std::int64_t count = std::clamp<std::int64_t>(kRotatedBytes / master_bytes + 1, 2, kMaxSets);
+  const std::int64_t count = std::max<std::int64_t>(rotated_sets(master_bytes), 2);
   for (std::int64_t i = 1; i < count; ++i) sets.emplace_back(chosen, kCuda);
   std::vector<Mxfp8Batch> batches;
   for (const Set& set : sets) {
@@ -167,31 +165,39 @@ void run_case(const Case& chosen, const Options& options, const std::vector<std:
     batches.emplace_back(set.shards, kCuda);
   }
   const Buffer nonfinite(8, kCuda, default_allocator(kCuda));
-  const int calls = std::max(static_cast<int>(count), kCallsAtLeast);
+  fill_zero(nonfinite.data(), nonfinite.bytes(), kCuda, stream);
   const auto at = [&](int call) { return static_cast<std::size_t>(call) % sets.size(); };
-  const Times amax = measure_calls(calls, options.replays, stream, [&](int i) {
-    batches[at(i)].partial_amax(sets[at(i)].packed_scales(), stream);
-  });
-  const Times cast = measure_calls(calls, options.replays, stream, [&](int i) {
+  const auto call_amax = [&](int i) { batches[at(i)].partial_amax(sets[at(i)].packed_scales(), stream); };
+  const auto call_cast = [&](int i) {
     batches[at(i)].partial_cast(sets[at(i)].packed_scales(), nonfinite.as<std::int64_t>(), stream);
-  });
+  };
+  const int calls = calls_over(count);
+  const Times amax = measure_calls(calls, options.replays, stream, call_amax);
+  const Times cast = measure_calls(calls, options.replays, stream, call_cast);
   Measurement row{.workload = chosen.arena ? "batch writeback, scale arena" : "batch writeback",
                   .shape = chosen.name(),
                   .dtype = std::string(dtype_name(chosen.dtype)),
                   .planes = chosen.both ? "both" : "row"};
   row.fraction = 1.0 / static_cast<double>(chosen.divisor);
   row.offset = chosen.offset;
-  if (options.verify) row.wrong_elements = count_wrong(chosen, sets.back(), masters);
+  if (options.verify) row.wrong_elements = count_wrong(chosen, sets);
   const auto add = [&](const char* phase, const Times& times, std::int64_t bytes) {
     row.phase = phase;
     row.bytes = bytes;
     row.times = times;
     rows.add(row);
   };
-  add("amax", amax, master_bytes + packed_bytes);
+  const std::int64_t amax_bytes = master_bytes + packed_bytes;
   const std::int64_t plane_bytes = owned * (chosen.both ? 2 : 1);
-  add("cast", cast,
-      master_bytes + plane_bytes + (chosen.arena ? plane_bytes / kBlockElems : 2 * packed_bytes));
+  const std::int64_t cast_bytes =
+      master_bytes + plane_bytes + (chosen.arena ? plane_bytes / kBlockElems : 2 * packed_bytes);
+  add("amax", amax, amax_bytes);
+  add("cast", cast, cast_bytes);
+  if (chosen.divisor == 64 || chosen.params > 1) {
+    add("amax, isolated", measure_isolated(calls, options.replays, stream, call_amax), amax_bytes);
+    add("cast, isolated", measure_isolated(calls, options.replays, stream, call_cast), cast_bytes);
+  }
+  require_all_finite(nonfinite);
 }
 
 std::vector<Case> all_cases() {
@@ -231,14 +237,12 @@ void run_writeback_on_cuda(int argc, char** argv) {
            !(options.divisor == 0 || chosen.divisor == options.divisor);
   });
   if (cases.empty()) throw std::invalid_argument("no case has that --shape, --divisor and --max-elems");
-  std::int64_t largest = 0;
-  for (const Case& chosen : cases) largest = std::max(largest, chosen.owned());
+  std::optional<RandomValues> masters;
   DType dtype = DType::kUint8;
-  std::vector<std::uint8_t> masters;
   for (const Case& chosen : cases) {
-    if (chosen.dtype != dtype) masters = make_masters(chosen.dtype, largest);
+    if (chosen.dtype != dtype) masters.emplace(chosen.dtype, 0, kCuda, stream.ref());
     dtype = chosen.dtype;
-    run_case(chosen, options, masters, stream.ref(), rows);
+    run_case(chosen, options, *masters, stream.ref(), rows);
   }
   write_json(rows, argc, argv);
 }
