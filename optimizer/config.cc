@@ -5,6 +5,7 @@
 #include <utility>
 
 #include "mxopt/optimizer/config_schema.h"
+#include "mxopt/optimizer/schedule.h"
 #include "mxopt/params/check.h"
 
 namespace mxopt {
@@ -124,8 +125,10 @@ void describe_schedule(ConfigSchema& schema, ScheduleConfig& config) {
       .add("schedule.kind", config.kind,
            {{"constant", ScheduleKind::kConstant},
             {"linear", ScheduleKind::kLinear},
-            {"cosine", ScheduleKind::kCosine}},
-           "Course of the learning rate after the warm-up.")
+            {"cosine", ScheduleKind::kCosine},
+            {"inverse_sqrt", ScheduleKind::kInverseSqrt},
+            {"wsd", ScheduleKind::kWsd}},
+           "Course of the learning rate after the warm-up; wsd: warm-up, stable, decay.")
       .alias("lr_decay_style")
       .alias("lr_scheduler")
       .alias("lr_scheduler_type");
@@ -136,11 +139,29 @@ void describe_schedule(ConfigSchema& schema, ScheduleConfig& config) {
       .alias("warmup_iters");
   schema
       .add("schedule.decay_steps", config.decay_steps, Bounds::at_least(0),
-           "Step at which min_lr is reached, warm-up included; 0: the number of steps of the trainer.",
+           "Step at which linear, cosine and wsd reach min_lr, warm-up included; 0: the number of steps of "
+           "the "
+           "trainer.",
            "steps")
       .alias("lr_decay_iters");
-  schema.add("schedule.min_lr", config.min_lr, Bounds::at_least(0), "Learning rate at the end of the decay.")
+  schema
+      .add("schedule.min_lr", config.min_lr, Bounds::at_least(0),
+           "Learning rate at the end of the decay; inverse_sqrt does not fall below it.")
       .alias("min_learning_rate");
+  schema
+      .add("schedule.wsd_decay_steps", config.wsd_decay_steps, Bounds::at_least(0),
+           "Length of the decay of wsd, which ends at decay_steps.", "steps")
+      .alias("lr_wsd_decay_iters")
+      .alias("num_decay_steps");
+  schema
+      .add("schedule.wsd_decay_shape", config.wsd_decay_shape,
+           {{"linear", DecayShape::kLinear},
+            {"cosine", DecayShape::kCosine},
+            {"exponential", DecayShape::kExponential},
+            {"minus_sqrt", DecayShape::kMinusSqrt}},
+           "Course of the decay of wsd.")
+      .alias("lr_wsd_decay_style")
+      .alias("decay_type");
 }
 
 void describe_parallel(ConfigSchema& schema, ParallelConfig& config) {
@@ -188,15 +209,29 @@ void find_schedule_conflicts(const Config& config, DecaySteps decay_steps, std::
     found.push_back({"schedule.min_lr",
                      is_value("schedule.min_lr", schedule.min_lr) + "at most `optimizer.lr`, " + lr.str()});
   }
-  if (schedule.kind == ScheduleKind::kConstant) return;
+  const bool is_wsd = schedule.kind == ScheduleKind::kWsd;
+  const auto reject_tail = [&](const std::string& allowed) {
+    found.push_back({"schedule.wsd_decay_steps",
+                     is_value("schedule.wsd_decay_steps", schedule.wsd_decay_steps) + allowed});
+  };
+  if (is_wsd && schedule.wsd_decay_steps == 0) {
+    reject_tail("integer >= 1 when `schedule.kind` is wsd");
+  } else if (!is_wsd && schedule.wsd_decay_steps != 0) {
+    reject_tail("0 unless `schedule.kind` is wsd");
+  }
+  if (!ends_at_decay_steps(schedule.kind)) return;
   if (schedule.decay_steps == 0) {
     if (decay_steps == DecaySteps::kMayFollow) return;
-    found.push_back({"schedule.decay_steps", is_value("schedule.decay_steps", 0) +
-                                                 "integer >= 1 when `schedule.kind` is linear or cosine"});
+    found.push_back(
+        {"schedule.decay_steps",
+         is_value("schedule.decay_steps", 0) + "integer >= 1 when `schedule.kind` is linear, cosine or wsd"});
   } else if (schedule.warmup_steps > schedule.decay_steps) {
     found.push_back({"schedule.warmup_steps", is_value("schedule.warmup_steps", schedule.warmup_steps) +
                                                   "at most `schedule.decay_steps`, " +
                                                   std::to_string(schedule.decay_steps)});
+  } else if (is_wsd && schedule.wsd_decay_steps > schedule.decay_steps - schedule.warmup_steps) {
+    reject_tail("at most `schedule.decay_steps` less `schedule.warmup_steps`, " +
+                std::to_string(schedule.decay_steps - schedule.warmup_steps));
   }
 }
 

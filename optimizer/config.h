@@ -27,7 +27,9 @@ enum class StorageChoice { kRow, kBoth, kAuto };
 /// What the backward pass multiplies with: the stored planes, the high-precision weights, or dequantized row
 /// planes.
 enum class BackwardOverride { kNone, kHighPrecision, kDequantized };
-enum class ScheduleKind { kConstant, kLinear, kCosine };
+enum class ScheduleKind { kConstant, kLinear, kCosine, kInverseSqrt, kWsd };
+/// The tail of a warm-up-stable-decay schedule.
+enum class DecayShape { kLinear, kCosine, kExponential, kMinusSqrt };
 /// kAuto: a CUDA device where there is one, else the host.
 enum class DeviceChoice { kAuto, kHost, kCuda };
 /// What the gather after a step moves: the quantized planes, or BF16 values that every rank quantizes itself.
@@ -78,6 +80,8 @@ struct ScheduleConfig {
   std::int64_t warmup_steps = 0;
   std::int64_t decay_steps = 0;  // warm-up included; 0: the trainer fills in its number of steps
   double min_lr = 0;
+  std::int64_t wsd_decay_steps = 0;  // the last ones before decay_steps
+  DecayShape wsd_decay_shape = DecayShape::kExponential;
 };
 
 struct ParallelConfig {

@@ -107,6 +107,8 @@ TEST_F(ConfigFile, EmptyMapGivesTheDefaults) {
   EXPECT_EQ(config.schedule.warmup_steps, 0);
   EXPECT_EQ(config.schedule.decay_steps, 0);
   EXPECT_EQ(config.schedule.min_lr, 0);
+  EXPECT_EQ(config.schedule.wsd_decay_steps, 0);
+  EXPECT_EQ(config.schedule.wsd_decay_shape, DecayShape::kExponential);
   EXPECT_EQ(config.parallel.transport, Transport::kAuto);
   EXPECT_EQ(config.parallel.device, DeviceChoice::kAuto);
   EXPECT_EQ(config.parallel.timeout_s, 100);
@@ -148,10 +150,12 @@ precision:
   fallback: error
   scale_layout: gemm
 schedule:
-  kind: cosine
+  kind: wsd
   warmup_steps: 10
   decay_steps: 200
   min_lr: 1e-5
+  wsd_decay_steps: 40
+  wsd_decay_shape: minus_sqrt
 parallel:
   transport: mpi
   device: host
@@ -189,10 +193,12 @@ TEST_F(ConfigFile, EveryKeyReachesItsField) {
   EXPECT_EQ(config.precision.backward_override, BackwardOverride::kDequantized);
   EXPECT_EQ(config.precision.fallback, Fallback::kError);
   EXPECT_EQ(config.precision.scale_layout, ScaleLayout::kGemm);
-  EXPECT_EQ(config.schedule.kind, ScheduleKind::kCosine);
+  EXPECT_EQ(config.schedule.kind, ScheduleKind::kWsd);
   EXPECT_EQ(config.schedule.warmup_steps, 10);
   EXPECT_EQ(config.schedule.decay_steps, 200);
   EXPECT_EQ(config.schedule.min_lr, 1e-5);
+  EXPECT_EQ(config.schedule.wsd_decay_steps, 40);
+  EXPECT_EQ(config.schedule.wsd_decay_shape, DecayShape::kMinusSqrt);
   EXPECT_EQ(config.parallel.transport, Transport::kMpi);
   EXPECT_EQ(config.parallel.device, DeviceChoice::kHost);
   EXPECT_EQ(config.parallel.timeout_s, 7.5);
@@ -259,6 +265,8 @@ TEST_F(ConfigFile, EveryKeyRefusesABadValue) {
       {"schedule.warmup_steps", "-1"},
       {"schedule.decay_steps", "0.5"},
       {"schedule.min_lr", "-1"},
+      {"schedule.wsd_decay_steps", "-1"},
+      {"schedule.wsd_decay_shape", "sqrt"},
       {"parallel.transport", "gloo"},
       {"parallel.device", "tpu"},
       {"parallel.timeout_s", "0"},
@@ -351,6 +359,16 @@ TEST_F(ConfigFile, BadConfigurationsPrintExactlyThis) {
        "run.yaml:3:11: `schedule.min_lr` is 0.001; allowed: at most `optimizer.lr`, 0.0001"},
       {"schedule: {kind: linear, warmup_steps: 20, decay_steps: 10}\n",
        "run.yaml:1:40: `schedule.warmup_steps` is 20; allowed: at most `schedule.decay_steps`, 10"},
+      {"schedule: {kind: wsd, decay_steps: 10}\n",
+       "default: `schedule.wsd_decay_steps` is 0; allowed: integer >= 1 when `schedule.kind` is wsd"},
+      {"schedule: {kind: cosine, decay_steps: 10, wsd_decay_steps: 5}\n",
+       "run.yaml:1:60: `schedule.wsd_decay_steps` is 5; allowed: 0 unless `schedule.kind` is wsd"},
+      {"schedule: {kind: wsd, warmup_steps: 6, decay_steps: 10, wsd_decay_steps: 5}\n",
+       "run.yaml:1:74: `schedule.wsd_decay_steps` is 5; allowed: at most `schedule.decay_steps` less "
+       "`schedule.warmup_steps`, 4"},
+      {"schedule: {lr_wsd_decay_style: cosine}\n",
+       "run.yaml:1:12: unknown key `schedule.lr_wsd_decay_style` (value cosine); did you mean "
+       "`schedule.wsd_decay_shape` (one of linear, cosine, exponential, minus_sqrt)?"},
       {"optimizer: {loss_scale: {kind: dynamic, min: 1e6}}\n",
        "default: `optimizer.loss_scale.initial` is 65536; allowed: at least `optimizer.loss_scale.min`, "
        "1e+06"},
@@ -384,7 +402,7 @@ TEST_F(ConfigFile, OverridesComeAfterTheFile) {
 TEST_F(ConfigFile, DecayStepsMayFollowTheFile) {
   Config config = load("schedule: {kind: cosine}");
   const std::string message =
-      "`schedule.decay_steps` is 0; allowed: integer >= 1 when `schedule.kind` is linear or cosine";
+      "`schedule.decay_steps` is 0; allowed: integer >= 1 when `schedule.kind` is linear, cosine or wsd";
   EXPECT_EQ(problems(config), std::vector<std::string>{message});
   EXPECT_EQ(thrown_message<ConfigError>([&] { validate(config); }), message);
   config.schedule.decay_steps = 100;

@@ -1,13 +1,34 @@
 #include "mxopt/optimizer/schedule.h"
 
+#include <cmath>
+#include <limits>
+
 #include <gtest/gtest.h>
 
 namespace mxopt {
 namespace {
 
 ScheduleConfig schedule(ScheduleKind kind, std::int64_t warmup, std::int64_t decay, double min_lr) {
-  return {kind, warmup, decay, min_lr};
+  ScheduleConfig result;
+  result.kind = kind;
+  result.warmup_steps = warmup;
+  result.decay_steps = decay;
+  result.min_lr = min_lr;
+  return result;
 }
+
+ScheduleConfig wsd(DecayShape shape, std::int64_t warmup, std::int64_t decay, std::int64_t tail,
+                   double min_lr) {
+  ScheduleConfig result = schedule(ScheduleKind::kWsd, warmup, decay, min_lr);
+  result.wsd_decay_steps = tail;
+  result.wsd_decay_shape = shape;
+  return result;
+}
+
+constexpr ScheduleKind kKinds[] = {ScheduleKind::kConstant, ScheduleKind::kLinear, ScheduleKind::kCosine,
+                                   ScheduleKind::kInverseSqrt, ScheduleKind::kWsd};
+constexpr DecayShape kShapes[] = {DecayShape::kLinear, DecayShape::kCosine, DecayShape::kExponential,
+                                  DecayShape::kMinusSqrt};
 
 TEST(Schedule, ConstantWithoutWarmupIsThePeak) {
   const ScheduleConfig s = schedule(ScheduleKind::kConstant, 0, 0, 0);
@@ -15,8 +36,9 @@ TEST(Schedule, ConstantWithoutWarmupIsThePeak) {
 }
 
 TEST(Schedule, WarmupRisesFromTheFirstStepToThePeak) {
-  for (const ScheduleKind kind : {ScheduleKind::kConstant, ScheduleKind::kLinear, ScheduleKind::kCosine}) {
-    const ScheduleConfig s = schedule(kind, 4, 100, 0);
+  for (const ScheduleKind kind : kKinds) {
+    ScheduleConfig s = schedule(kind, 4, 100, 0);
+    if (kind == ScheduleKind::kWsd) s.wsd_decay_steps = 96;  // no stable part
     EXPECT_EQ(scheduled_lr(s, 0.5, 1), 0.125);
     EXPECT_EQ(scheduled_lr(s, 0.5, 2), 0.25);
     EXPECT_EQ(scheduled_lr(s, 0.5, 3), 0.375);
@@ -61,6 +83,64 @@ TEST(Schedule, WarmupAsLongAsTheDecayEndsAtTheFloor) {
   const ScheduleConfig s = schedule(ScheduleKind::kLinear, 5, 5, 0.01);
   EXPECT_EQ(scheduled_lr(s, 1, 4), 0.8);
   EXPECT_EQ(scheduled_lr(s, 1, 5), 0.01);
+}
+
+TEST(Schedule, InverseSqrtHalvesWhenTheStepsAreFourfoldAndStopsAtTheFloor) {
+  const ScheduleConfig s = schedule(ScheduleKind::kInverseSqrt, 16, 0, 0.125);
+  EXPECT_EQ(scheduled_lr(s, 1, 8), 0.5);
+  EXPECT_EQ(scheduled_lr(s, 1, 16), 1);
+  EXPECT_EQ(scheduled_lr(s, 1, 25), 0.8);
+  EXPECT_EQ(scheduled_lr(s, 1, 64), 0.5);
+  EXPECT_EQ(scheduled_lr(s, 1, 256), 0.25);
+  EXPECT_GT(scheduled_lr(s, 1, 1023), 0.125);
+  EXPECT_EQ(scheduled_lr(s, 1, 1024), 0.125);
+  EXPECT_EQ(scheduled_lr(s, 1, std::int64_t{1} << 40), 0.125);
+  const ScheduleConfig without_warmup = schedule(ScheduleKind::kInverseSqrt, 0, 0, 0);
+  EXPECT_EQ(scheduled_lr(without_warmup, 1, 1), 1);
+  EXPECT_EQ(scheduled_lr(without_warmup, 1, 4), 0.5);
+}
+
+TEST(Schedule, WsdIsStableUntilItsTail) {
+  for (const DecayShape shape : kShapes) {
+    const ScheduleConfig s = wsd(shape, 10, 100, 20, 0.25);
+    for (const std::int64_t step : {10, 11, 50, 80}) EXPECT_EQ(scheduled_lr(s, 1.25, step), 1.25) << step;
+    double last = 1.25;
+    for (std::int64_t step = 81; step <= 100; ++step) {
+      const double now = scheduled_lr(s, 1.25, step);
+      EXPECT_LT(now, last) << step;
+      last = now;
+    }
+    EXPECT_EQ(last, 0.25);
+    EXPECT_EQ(scheduled_lr(s, 1.25, 101), 0.25);
+  }
+}
+
+TEST(Schedule, TheTailHasTheShapeOfItsFormula) {
+  const auto in_quarters = [](DecayShape shape, std::int64_t quarter) {
+    return scheduled_lr(wsd(shape, 0, 100, 40, 1), 3, 60 + 10 * quarter);
+  };
+  EXPECT_DOUBLE_EQ(in_quarters(DecayShape::kLinear, 1), 1 + 2 * 0.75);
+  EXPECT_DOUBLE_EQ(in_quarters(DecayShape::kLinear, 2), 2);
+  EXPECT_DOUBLE_EQ(in_quarters(DecayShape::kCosine, 1), 1 + (1 + std::sqrt(0.5)));
+  EXPECT_DOUBLE_EQ(in_quarters(DecayShape::kCosine, 2), 2);
+  EXPECT_DOUBLE_EQ(in_quarters(DecayShape::kExponential, 1), 1 + 2 * (2 / std::sqrt(std::sqrt(2.0)) - 1));
+  EXPECT_DOUBLE_EQ(in_quarters(DecayShape::kExponential, 2), 1 + 2 * (std::sqrt(2.0) - 1));
+  EXPECT_DOUBLE_EQ(in_quarters(DecayShape::kMinusSqrt, 1), 2);
+  EXPECT_DOUBLE_EQ(in_quarters(DecayShape::kMinusSqrt, 2), 1 + 2 * (1 - std::sqrt(0.5)));
+}
+
+TEST(Schedule, TheLastChangeIsTheFirstStepOfTheFinalRate) {
+  const std::int64_t never = std::numeric_limits<std::int64_t>::max();
+  EXPECT_EQ(last_lr_change(schedule(ScheduleKind::kConstant, 0, 100, 0)), 1);
+  EXPECT_EQ(last_lr_change(schedule(ScheduleKind::kConstant, 7, 0, 0)), 7);
+  EXPECT_EQ(last_lr_change(schedule(ScheduleKind::kLinear, 7, 100, 0)), 100);
+  EXPECT_EQ(last_lr_change(schedule(ScheduleKind::kCosine, 7, 100, 0)), 100);
+  EXPECT_EQ(last_lr_change(schedule(ScheduleKind::kInverseSqrt, 7, 100, 0)), never);
+  for (const DecayShape shape : kShapes) {
+    const ScheduleConfig s = wsd(shape, 7, 100, 13, 0.01);
+    EXPECT_EQ(last_lr_change(s), 100);
+    EXPECT_NE(scheduled_lr(s, 1, 99), scheduled_lr(s, 1, 100));
+  }
 }
 
 }  // namespace
