@@ -27,10 +27,39 @@ void describe_group(ConfigSchema& schema, GroupConfig& group) {
       .alias("pattern")
       .required()
       .not_empty();
+  schema.add("ndim", group.ndim, Bounds::at_least(1).or_zero("any"),
+             "Number of dimensions that a param must have to match.");
   schema.add("name", group.name, "Name of the group in reports; empty: the pattern.");
-  schema.add("lr_mult", group.lr_mult, Bounds::at_least(0), "Factor on the learning rate.").alias("lr_scale");
-  schema.add("weight_decay_mult", group.weight_decay_mult, Bounds::at_least(0), "Factor on the weight decay.")
+  schema
+      .add("lr", group.lr, Bounds::at_least(0),
+           "Peak learning rate of the group; inherit: `optimizer.lr` times lr_mult.")
+      .alias("learning_rate")
+      .alias("max_lr");
+  schema.add("min_lr", group.min_lr, Bounds::at_least(0),
+             "Learning rate at the end of the group's decay; inherit: `schedule.min_lr`, or lr where that is "
+             "less.");
+  schema.add("lr_mult", group.lr_mult, Bounds::at_least(0), "Factor on `optimizer.lr`.").alias("lr_scale");
+  schema
+      .add("weight_decay", group.weight_decay, Bounds::at_least(0),
+           "Weight decay of the group; inherit: `optimizer.weight_decay` times weight_decay_mult.")
+      .alias("wd");
+  schema
+      .add("weight_decay_mult", group.weight_decay_mult, Bounds::at_least(0),
+           "Factor on `optimizer.weight_decay`.")
       .alias("wd_mult");
+  schema
+      .add("betas", group.betas, Bounds::at_least(0).below(1),
+           "Decay rates of the group's moments; inherit: `optimizer.betas`.")
+      .alias("adam_beta1")
+      .alias("adam_beta2")
+      .alias("beta1")
+      .alias("beta2");
+  schema
+      .add("eps", group.eps, Bounds::at_least(0),
+           "Added to the root of the group's second moment; inherit: `optimizer.eps`.")
+      .alias("adam_eps")
+      .alias("adam_epsilon")
+      .alias("epsilon");
   schema.after_load([&group] { group.name = group_name(group); });
 }
 
@@ -235,25 +264,48 @@ void find_schedule_conflicts(const Config& config, DecaySteps decay_steps, std::
   }
 }
 
-void find_group_conflicts(const std::vector<GroupConfig>& groups, std::vector<Conflict>& found) {
+/// Values that contradict each other within one group.
+void find_conflicts_in_group(const GroupConfig& group, const std::string& base, double optimizer_lr,
+                             std::vector<Conflict>& found) {
+  if (group.lr && group.lr_mult != 1) {
+    found.push_back(
+        {base + "lr_mult", is_value(base + "lr_mult", group.lr_mult) + "1 beside `" + base + "lr`"});
+  }
+  if (group.weight_decay && group.weight_decay_mult != 1) {
+    found.push_back(
+        {base + "weight_decay_mult", is_value(base + "weight_decay_mult", group.weight_decay_mult) +
+                                         "1 beside `" + base + "weight_decay`"});
+  }
+  const double peak = peak_lr(group, optimizer_lr);
+  if (group.min_lr && *group.min_lr > peak) {
+    std::ostringstream allowed;
+    allowed << "at most the group's peak learning rate, " << peak;
+    found.push_back({base + "min_lr", is_value(base + "min_lr", *group.min_lr) + allowed.str()});
+  }
+}
+
+void find_group_conflicts(const OptimizerConfig& optimizer, std::vector<Conflict>& found) {
   std::set<std::string> names = {"default", "*"};
-  std::set<std::string> patterns;
-  for (std::size_t i = 0; i < groups.size(); ++i) {
+  std::set<std::pair<std::string, std::int64_t>> patterns;
+  for (std::size_t i = 0; i < optimizer.groups.size(); ++i) {
     const std::string base = "optimizer.groups[" + std::to_string(i) + "].";
-    const GroupConfig& group = groups[i];
-    if (!patterns.insert(group.match).second) {
+    const GroupConfig& group = optimizer.groups[i];
+    const bool is_taken = patterns.contains({group.match, 0}) || patterns.contains({group.match, group.ndim});
+    patterns.insert({group.match, group.ndim});
+    if (is_taken) {
       found.push_back({base + "match", is_value(base + "match", group.match) +
                                            "a pattern of its own; an earlier group has this one and wins"});
     } else if (!names.insert(group_name(group)).second) {
       found.push_back({base + "name", is_value(base + "name", group_name(group)) +
                                           "a name that no other group has, and neither default nor *"});
     }
+    find_conflicts_in_group(group, base, optimizer.lr, found);
   }
 }
 
 std::vector<Conflict> find_conflicts(const Config& config, DecaySteps decay_steps) {
   std::vector<Conflict> found;
-  find_group_conflicts(config.optimizer.groups, found);
+  find_group_conflicts(config.optimizer, found);
   const LossScaleConfig& scale = config.optimizer.loss_scale;
   if (scale.kind == LossScaleKind::kDynamic && scale.initial < scale.min) {
     std::ostringstream min;
@@ -326,6 +378,10 @@ Storage resolved_storage(const PrecisionConfig& precision) {
 
 const std::string& group_name(const GroupConfig& group) {
   return group.name.empty() ? group.match : group.name;
+}
+
+double peak_lr(const GroupConfig& group, double optimizer_lr) {
+  return group.lr.value_or(optimizer_lr * group.lr_mult);
 }
 
 void describe(ConfigSchema& schema, Config& config) {

@@ -6,6 +6,7 @@
 
 #include <array>
 #include <cstdint>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -43,13 +44,19 @@ struct LossScaleConfig {
   std::int64_t hysteresis = 2;          // overflows
 };
 
-/// Hyper-parameters of the params whose name matches. The first matching group wins; a param without one is
-/// in the group "default", whose multipliers are 1.
+/// Hyper-parameters of the params that match. The first matching group wins; a param without one is in the
+/// group "default". What is empty is that of the whole optimizer.
 struct GroupConfig {
   std::string match;  // glob on the param's name
   std::string name;   // empty: the pattern, see group_name()
   double lr_mult = 1;
   double weight_decay_mult = 1;
+  std::int64_t ndim = 0;  // dimensions that a matching param has; 0: any
+  std::optional<double> lr = std::nullopt;
+  std::optional<double> min_lr = std::nullopt;
+  std::optional<double> weight_decay = std::nullopt;
+  std::optional<std::array<double, 2>> betas = std::nullopt;
+  std::optional<double> eps = std::nullopt;
 };
 
 struct OptimizerConfig {
@@ -112,6 +119,9 @@ Storage resolved_storage(const PrecisionConfig& precision);
 
 /// The group's name, which is its pattern where none was given.
 const std::string& group_name(const GroupConfig& group);
+
+/// The group's highest learning rate in an optimizer whose own is `optimizer_lr`.
+double peak_lr(const GroupConfig& group, double optimizer_lr);
 
 /// Adds every key of the library to `schema`, bound to `config`, which must outlive it and stay where it is.
 void describe(ConfigSchema& schema, Config& config);

@@ -104,7 +104,6 @@ class DistributedAdam::Impl {
             make_step_tables(layout(), storage_, param_sync_, plan_.groups.group_of, comm.rank()), device,
             allocator_)),
         coverage_(layout().params().size()),
-        betas_(config.optimizer.betas),
         lr_steps_(device.kind == DeviceKind::kHost ? 1
                                                    : std::min(last_lr_change(config.schedule), kMostLrSteps)),
         scalars_(group_count(), lr_steps_, initial_state(), device, allocator_),
@@ -293,7 +292,7 @@ class DistributedAdam::Impl {
       return StepReport(std::make_shared<CapturedStep>());
     }
     record.launches = kernels_->take_launches() + param_sync_.take_launches();
-    record.lr = plan_.groups.groups[0].peak_lr;  // until the step is known
+    record.lr = plan_.groups.groups[0].lr.peak;  // until the step is known
     return guarded(comm_, [&] {
       StepReport report = reports_.add(std::move(record), memory.outcome, param_sync_.status(),
                                        param_sync_.reduced(), stream);
@@ -307,7 +306,7 @@ class DistributedAdam::Impl {
     MXOPT_CHECK(published_, "last_report: no step was made yet");
     guarded(comm_, [&] { reports_.make_room(); });
     StepRecord record;
-    record.lr = plan_.groups.groups[0].peak_lr;
+    record.lr = plan_.groups.groups[0].lr.peak;
     return guarded(comm_, [&] {
       last_.join(stream);
       StepReport report =
@@ -346,7 +345,7 @@ class DistributedAdam::Impl {
   void set_lr(std::string_view group, double value) {
     MXOPT_CHECK(std::isfinite(value) && value >= 0,
                 "set_lr: " << value << " for group '" << group << "'; allowed: >= 0");
-    for_groups(group, [&](ParamGroup& g) { g.peak_lr = value; });
+    for_groups(group, [&](ParamGroup& g) { g.lr.peak = value; });
   }
 
   void set_weight_decay(std::string_view group, double value) {
@@ -355,11 +354,12 @@ class DistributedAdam::Impl {
     for_groups(group, [&](ParamGroup& g) { g.weight_decay = value; });
   }
 
-  void set_betas(double beta1, double beta2) {
+  void set_betas(std::string_view group, double beta1, double beta2) {
     for (double beta : {beta1, beta2}) {
-      MXOPT_CHECK(beta >= 0 && beta < 1, "set_betas: " << beta << "; allowed: 0 <= beta < 1");
+      MXOPT_CHECK(beta >= 0 && beta < 1,
+                  "set_betas: " << beta << " for group '" << group << "'; allowed: 0 <= beta < 1");
     }
-    betas_ = {beta1, beta2};
+    for_groups(group, [&](ParamGroup& g) { g.betas = {beta1, beta2}; });
   }
 
  private:
@@ -435,9 +435,6 @@ class DistributedAdam::Impl {
   StepOptions step_options() const {
     const OptimizerConfig& optimizer = config_.optimizer;
     StepOptions options;
-    options.betas[0] = betas_[0];
-    options.betas[1] = betas_[1];
-    options.eps = optimizer.eps;
     options.max_norm = optimizer.clip_grad;
     options.decoupled = optimizer.kind == AdamKind::kAdamW;
     options.loss_scale_kind = optimizer.loss_scale.kind;
@@ -460,15 +457,17 @@ class DistributedAdam::Impl {
     are_groups_changed_ = false;
     const std::int64_t last_change = last_lr_change(config_.schedule);
     first_lr_step_ = is_host() || last_change > lr_steps_ ? steps_taken_ + 1 : 1;
+    std::vector<GroupConstants> constants;
     std::vector<float> weight_decay, lr;
     for (const ParamGroup& group : plan_.groups.groups) {
+      constants.push_back({{group.betas[0], group.betas[1]}, group.eps});
       weight_decay.push_back(static_cast<float>(group.weight_decay));
       for (std::int64_t i = 0; i < lr_steps_; ++i) {
-        lr.push_back(static_cast<float>(scheduled_lr(config_.schedule, group.peak_lr, first_lr_step_ + i)));
+        lr.push_back(static_cast<float>(scheduled_lr(config_.schedule, group.lr, first_lr_step_ + i)));
       }
     }
     is_last_lr_kept_ = first_lr_step_ + lr_steps_ > last_change;
-    scalars_.set_groups(weight_decay, lr, first_lr_step_, is_last_lr_kept_, stream);
+    scalars_.set_groups({constants, weight_decay, lr, first_lr_step_, is_last_lr_kept_}, stream);
   }
 
   /// Whether the table could end before the next step: the host knows the taken steps of complete reports
@@ -480,19 +479,23 @@ class DistributedAdam::Impl {
 
   std::vector<LayoutField> option_fields() const {
     std::ostringstream text;
-    text << std::hexfloat << "betas " << betas_[0] << ' ' << betas_[1] << "\nsteps_taken " << steps_taken_
-         << '\n';
+    text << std::hexfloat << "steps_taken " << steps_taken_ << '\n';
     for (const ParamGroup& group : plan_.groups.groups) {
-      text << "group '" << group.name << "' lr " << group.peak_lr << " weight_decay " << group.weight_decay
-           << '\n';
+      const std::string name = "group '" + group.name + "' ";
+      text << name << "lr " << group.lr.peak << " min_lr " << group.lr.floor << '\n'
+           << name << "weight_decay " << group.weight_decay << '\n'
+           << name << "betas " << group.betas[0] << ' ' << group.betas[1] << " eps " << group.eps << '\n';
     }
     return {{"hyper-parameters of the next step", text.str()}};
   }
 
   std::int64_t options_hash() const {
-    std::uint64_t hash = hash_number(betas_[1], hash_number(betas_[0], 1));
+    std::uint64_t hash = 1;
     for (const ParamGroup& group : plan_.groups.groups) {
-      hash = hash_number(group.weight_decay, hash_number(group.peak_lr, hash));
+      for (const double value :
+           {group.lr.peak, group.lr.floor, group.weight_decay, group.betas[0], group.betas[1], group.eps}) {
+        hash = hash_number(value, hash);
+      }
     }
     return static_cast<std::int64_t>(hash);
   }
@@ -514,7 +517,8 @@ class DistributedAdam::Impl {
     record.clip_factor = outcome.clip_factor;
     record.loss_scale = outcome.loss_scale;
     record.next_loss_scale = after.loss_scale.scale;
-    record.lr = scheduled_lr(config_.schedule, record.lr, outcome.taken ? after.taken : after.taken + 1);
+    record.lr = scheduled_lr(config_.schedule, {record.lr, config_.schedule.min_lr},
+                             outcome.taken ? after.taken : after.taken + 1);
     record.nonfinite_gradient_params = names_with_status(status, kStatusNonFiniteGradient);
     record.nonfinite_master_params = names_with_status(status, kStatusNonFiniteMaster);
 
@@ -561,7 +565,6 @@ class DistributedAdam::Impl {
   std::vector<int> segment_of_;  // [params] index into segments_, -1 for none
   std::unique_ptr<StepKernels> kernels_;
   std::vector<InitialCoverage> coverage_;  // [params]
-  std::array<double, 2> betas_;
   std::int64_t lr_steps_;
   StepScalars scalars_;
   StepReports reports_;
@@ -668,7 +671,10 @@ void DistributedAdam::set_weight_decay(std::string_view group, double value) {
   impl_->set_weight_decay(group, value);
 }
 void DistributedAdam::set_betas(double beta1, double beta2) {
-  impl_->set_betas(beta1, beta2);
+  impl_->set_betas("*", beta1, beta2);
+}
+void DistributedAdam::set_betas(std::string_view group, double beta1, double beta2) {
+  impl_->set_betas(group, beta1, beta2);
 }
 std::int64_t DistributedAdam::steps_taken() const {
   return impl_->steps_taken();

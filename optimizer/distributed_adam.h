@@ -126,9 +126,10 @@ class DistributedAdam {
   /// Group names: "default" first, then those of the configuration, in order.
   std::span<const std::string> groups() const;
   /// Take effect at the next step; every rank must set the same values before it. Group "*" means all.
-  void set_lr(std::string_view group, double value);  // before the schedule's factor; replaces lr * lr_mult
+  void set_lr(std::string_view group, double value);  // the peak of the group's schedule
   void set_weight_decay(std::string_view group, double value);
-  void set_betas(double beta1, double beta2);
+  void set_betas(double beta1, double beta2);  // of all groups
+  void set_betas(std::string_view group, double beta1, double beta2);
 
   /// Taken steps, as far as reports were made: after replays of a captured step, read last_report() first.
   /// Setting it is for trainers with their own checkpoints; every rank must set the same.

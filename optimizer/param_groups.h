@@ -1,11 +1,13 @@
 // Which param belongs to which group of hyper-parameters.
 #pragma once
 
+#include <array>
 #include <span>
 #include <string>
 #include <vector>
 
 #include "mxopt/optimizer/config.h"
+#include "mxopt/optimizer/schedule.h"
 #include "mxopt/params/layout.h"
 
 namespace mxopt {
@@ -13,8 +15,10 @@ namespace mxopt {
 /// Hyper-parameters of one group, changeable between steps.
 struct ParamGroup {
   std::string name;
-  double peak_lr = 0;  // the schedule's factor is applied to it
+  LrRange lr;  // the schedule runs between these
   double weight_decay = 0;
+  std::array<double, 2> betas = {0, 0};
+  double eps = 0;
 };
 
 struct ParamGroups {
@@ -25,8 +29,8 @@ struct ParamGroups {
   ParamGroup& find(std::string_view name);
 };
 
-/// The first pattern (shell wildcards) that matches a param's name decides; the others are in "default".
-/// Throws ConfigError for a pattern that matches no param, or a group name used twice.
-ParamGroups make_param_groups(const OptimizerConfig& config, std::span<const ParamLayout> params);
+/// The first pattern (shell wildcards) that matches a param's name and dimensions decides; the others are in
+/// "default". Throws ConfigError for a pattern that matches no param, or a group name used twice.
+ParamGroups make_param_groups(const Config& config, std::span<const ParamLayout> params);
 
 }  // namespace mxopt

@@ -32,11 +32,12 @@ DecayShape decay_shape(const ScheduleConfig& schedule) {
 
 }  // namespace
 
-double scheduled_lr(const ScheduleConfig& schedule, double peak, std::int64_t step) {
+double scheduled_lr(const ScheduleConfig& schedule, LrRange range, std::int64_t step) {
+  const double peak = range.peak;
   if (step < schedule.warmup_steps) {
     return peak * static_cast<double>(step) / static_cast<double>(schedule.warmup_steps);
   }
-  const double floor = std::min(schedule.min_lr, peak);
+  const double floor = std::min(range.floor, peak);
   if (schedule.kind == ScheduleKind::kInverseSqrt) {
     const auto from = static_cast<double>(std::max<std::int64_t>(schedule.warmup_steps, 1));
     return std::max(floor, peak * std::sqrt(from / static_cast<double>(step)));

@@ -1,18 +1,20 @@
 // The learning rate as a function of the taken steps.
 //
-// With t the taken step, counted from 1, w = warmup_steps, d = decay_steps, k = wsd_decay_steps, and the
-// floor f = min(min_lr, peak):
+// With t the taken step, counted from 1, w = warmup_steps, d = decay_steps, k = wsd_decay_steps, and peak and
+// floor f <= peak of a group:
 //
 //   t < w         peak * t / w
 //   constant      peak
-//   linear        f + (peak - f) * (1 - r),                  r = (t - w) / (d - w)
-//   cosine        f + (peak - f) * (1 + cos(pi r)) / 2,      the same r
+//   linear        f + (peak - f) * (1 - r),                r = (t - w) / (d - w)
+//   cosine        f + (peak - f) * (1 + cos(pi r)) / 2,    the same r
 //   inverse_sqrt  max(f, peak * sqrt(max(w, 1) / t))
-//   wsd           peak up to t = d - k, then f + (peak - f) * s(r),  r = (t - (d - k)) / k, with s(r) one of
-//                   linear 1 - r, cosine (1 + cos(pi r)) / 2, exponential 2 * 0.5^r - 1, minus_sqrt 1 -
-//                   sqrt(r)
+//   wsd           peak up to t = d - k, then f + (peak - f) * s(r), r = (t - (d - k)) / k; s(r) is
+//     linear      1 - r
+//     cosine      (1 + cos(pi r)) / 2
+//     exponential 2 * 0.5^r - 1
+//     minus_sqrt  1 - sqrt(r)
 //
-// linear, cosine and wsd are at f from t = d on.
+// linear, cosine and wsd are at f from t = d on. A floor above the peak counts as the peak.
 //
 // Sources: inverse_sqrt: Vaswani et al., "Attention Is All You Need" (2017), 5.3, scaled to its peak; cosine:
 // Loshchilov and Hutter, "SGDR" (2017), one period; wsd: Hu et al., "MiniCPM" (2024); minus_sqrt: Haegele et
@@ -31,8 +33,14 @@ constexpr bool ends_at_decay_steps(ScheduleKind kind) {
   return kind != ScheduleKind::kConstant && kind != ScheduleKind::kInverseSqrt;
 }
 
-/// Rate of taken step `step`, counted from 1, of a group whose highest rate is `peak`.
-double scheduled_lr(const ScheduleConfig& schedule, double peak, std::int64_t step);
+/// The learning rates between which a group's schedule runs.
+struct LrRange {
+  double peak = 0;
+  double floor = 0;
+};
+
+/// Rate of taken step `step`, counted from 1.
+double scheduled_lr(const ScheduleConfig& schedule, LrRange range, std::int64_t step);
 
 /// The first step, at least 1, from which on the rate stays the same; the largest number where it never does.
 std::int64_t last_lr_change(const ScheduleConfig& schedule);

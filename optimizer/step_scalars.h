@@ -11,6 +11,15 @@
 
 namespace mxopt {
 
+/// What the table of groups is to hold.
+struct GroupValues {
+  std::span<const GroupConstants> constants;  // [groups]
+  std::span<const float> weight_decay;        // [groups]
+  std::span<const float> lr;                  // [groups][lr_steps], of the taken steps from first_lr_step on
+  std::int64_t first_lr_step = 1;
+  bool is_last_kept = true;  // the last rate is that of all later steps
+};
+
 class StepScalars {
  public:
   /// lr_steps  entries of each group's table of learning rates.
@@ -25,17 +34,14 @@ class StepScalars {
 
   // In the order of the stream; the arguments may be gone when the call returns.
 
-  /// weight_decay  [groups]
-  /// lr            [groups][lr_steps], of the taken steps from first_lr_step on
-  /// is_last_kept  the last rate is that of all later steps
-  void set_groups(std::span<const float> weight_decay, std::span<const float> lr, std::int64_t first_lr_step,
-                  bool is_last_kept, StreamRef stream);
+  void set_groups(const GroupValues& values, StreamRef stream);
   void set_taken(std::int64_t taken, StreamRef stream);
 
  private:
   Device device_;
   Buffer buffer_;
   StepMemory memory_;
+  GroupConstants* constants_ = nullptr;
   float* weight_decay_ = nullptr;
   float* lr_ = nullptr;
 };

@@ -25,8 +25,6 @@ struct StepState {
 
 /// What the host tells a step. Changes take effect at the next one.
 struct StepOptions {
-  double betas[2] = {0, 0};
-  double eps = 0;
   double max_norm = 0;  // 0: no clipping
   bool decoupled = true;
   LossScaleKind loss_scale_kind = LossScaleKind::kNone;
@@ -38,10 +36,16 @@ struct StepOptions {
   int groups = 0;
 };
 
-/// Learning rates and weight decays of the groups, in the optimizer's memory.
+struct GroupConstants {
+  double betas[2] = {0, 0};
+  double eps = 0;
+};
+
+/// Hyper-parameters of the groups, in the optimizer's memory.
 struct GroupTable {
-  const float* weight_decay = nullptr;  // [groups]
-  const float* lr = nullptr;            // [groups][lr_steps], of the taken steps from first_lr_step on
+  const GroupConstants* constants = nullptr;  // [groups]
+  const float* weight_decay = nullptr;        // [groups]
+  const float* lr = nullptr;                  // [groups][lr_steps], of the taken steps from first_lr_step on
   std::int64_t first_lr_step = 1;
   std::int64_t lr_steps = 1;
   bool is_last_kept = true;  // later steps have the last rate
@@ -104,20 +108,21 @@ MXOPT_HD void advance(StepStatistics& reduced, const StepOptions& options, const
   outcome.after = state;
   if (!outcome.taken) return;
 
-  AdamScalars common;
-  common.beta1 = static_cast<float>(options.betas[0]);
-  common.beta2 = static_cast<float>(options.betas[1]);
-  common.omb1 = static_cast<float>(1.0 - options.betas[0]);
-  common.omb2 = static_cast<float>(1.0 - options.betas[1]);
-  common.bc1 = static_cast<float>(1.0 - integer_power(options.betas[0], state.taken));
-  common.bc2 = static_cast<float>(1.0 - integer_power(options.betas[1], state.taken));
-  common.eps = static_cast<float>(options.eps);
-  common.grad_factor = decision.grad_factor;
-  common.decoupled = options.decoupled;
   for (int group = 0; group < options.groups; ++group) {
-    scalars[group] = common;
-    scalars[group].lr = table.lr_of(group, state.taken);
-    scalars[group].weight_decay = table.weight_decay[group];
+    const GroupConstants& constants = table.constants[group];
+    AdamScalars s;
+    s.beta1 = static_cast<float>(constants.betas[0]);
+    s.beta2 = static_cast<float>(constants.betas[1]);
+    s.omb1 = static_cast<float>(1.0 - constants.betas[0]);
+    s.omb2 = static_cast<float>(1.0 - constants.betas[1]);
+    s.bc1 = static_cast<float>(1.0 - integer_power(constants.betas[0], state.taken));
+    s.bc2 = static_cast<float>(1.0 - integer_power(constants.betas[1], state.taken));
+    s.eps = static_cast<float>(constants.eps);
+    s.lr = table.lr_of(group, state.taken);
+    s.weight_decay = table.weight_decay[group];
+    s.grad_factor = decision.grad_factor;
+    s.decoupled = options.decoupled;
+    scalars[group] = s;
   }
 }
 

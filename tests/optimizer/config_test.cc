@@ -143,6 +143,13 @@ optimizer:
       weight_decay_mult: 0
     - match: "embed*"
       lr_mult: 0.5
+    - match: "head*"
+      ndim: 2
+      lr: 5e-4
+      min_lr: 5e-5
+      weight_decay: 0.01
+      betas: [0.7, 0.9]
+      eps: 1e-7
 precision:
   weights: bf16
   storage: row
@@ -181,13 +188,23 @@ TEST_F(ConfigFile, EveryKeyReachesItsField) {
   EXPECT_EQ(config.optimizer.loss_scale.min, 2);
   EXPECT_EQ(config.optimizer.loss_scale.growth_interval, 100);
   EXPECT_EQ(config.optimizer.loss_scale.hysteresis, 1);
-  ASSERT_EQ(config.optimizer.groups.size(), 2U);
+  ASSERT_EQ(config.optimizer.groups.size(), 3U);
   EXPECT_EQ(config.optimizer.groups[0].match, "*.bias");
   EXPECT_EQ(config.optimizer.groups[0].name, "biases");
   EXPECT_EQ(config.optimizer.groups[0].lr_mult, 1);
   EXPECT_EQ(config.optimizer.groups[0].weight_decay_mult, 0);
   EXPECT_EQ(config.optimizer.groups[1].name, "embed*");
   EXPECT_EQ(config.optimizer.groups[1].lr_mult, 0.5);
+  EXPECT_EQ(config.optimizer.groups[1].ndim, 0);
+  EXPECT_EQ(config.optimizer.groups[1].lr, std::nullopt);
+  EXPECT_EQ(config.optimizer.groups[1].betas, std::nullopt);
+  const GroupConfig& head = config.optimizer.groups[2];
+  EXPECT_EQ(head.ndim, 2);
+  EXPECT_EQ(head.lr, 5e-4);
+  EXPECT_EQ(head.min_lr, 5e-5);
+  EXPECT_EQ(head.weight_decay, 0.01);
+  EXPECT_EQ(head.betas, (std::array<double, 2>{0.7, 0.9}));
+  EXPECT_EQ(head.eps, 1e-7);
   EXPECT_EQ(config.precision.weights, ParamFormat::kBf16);
   EXPECT_EQ(config.precision.storage, StorageChoice::kRow);
   EXPECT_EQ(config.precision.backward_override, BackwardOverride::kDequantized);
@@ -216,8 +233,9 @@ TEST_F(ConfigFile, WhatItPrintsLoadsBack) {
   const std::string printed = schema.to_yaml();
   EXPECT_TRUE(contains(printed, "\n  lr: 0.002  # --set\n"));
   EXPECT_TRUE(contains(printed, "\n  eps: 1e-06  # run.yaml:6:8\n"));
-  EXPECT_TRUE(
-      contains(printed, "\n    - match: \"embed*\"  # run.yaml:23:14\n      name: \"embed*\"  # default\n"));
+  EXPECT_TRUE(contains(printed,
+                       "\n    - match: \"embed*\"  # run.yaml:23:14\n      ndim: 0  # default\n"
+                       "      name: \"embed*\"  # default\n      lr: inherit  # default\n"));
 
   Config again;
   ConfigSchema schema_again;
@@ -232,6 +250,8 @@ TEST_F(ConfigFile, WhatItPrintsLoadsBack) {
   EXPECT_EQ(without_comments(schema_again.to_yaml()), without_comments(printed));
   EXPECT_EQ(again.optimizer.lr, 0.002);
   EXPECT_EQ(again.optimizer.groups[1].lr_mult, 0.5);
+  EXPECT_EQ(again.optimizer.groups[1].lr, std::nullopt);
+  EXPECT_EQ(again.optimizer.groups[2].betas, (std::array<double, 2>{0.7, 0.9}));
 }
 
 TEST_F(ConfigFile, EveryKeyRefusesABadValue) {
@@ -254,6 +274,12 @@ TEST_F(ConfigFile, EveryKeyRefusesABadValue) {
       {"optimizer.groups", "'*.bias'"},
       {"optimizer.groups[].match", "\"\""},
       {"optimizer.groups[].name", "[a]"},
+      {"optimizer.groups[].ndim", "-1"},
+      {"optimizer.groups[].lr", "-1"},
+      {"optimizer.groups[].min_lr", "none"},
+      {"optimizer.groups[].weight_decay", "-0.1"},
+      {"optimizer.groups[].betas", "[0.9, 1.0]"},
+      {"optimizer.groups[].eps", "'inherit'"},
       {"optimizer.groups[].lr_mult", "-1"},
       {"optimizer.groups[].weight_decay_mult", ".inf"},
       {"precision.weights", "nvfp4"},
@@ -381,6 +407,17 @@ TEST_F(ConfigFile, BadConfigurationsPrintExactlyThis) {
        "run.yaml:1:84: `optimizer.groups[3].name` is default; allowed: a name that no other group has, and "
        "neither "
        "default nor *"},
+      {"optimizer: {groups: [{match: a, lr: 1, lr_mult: 2}]}\n",
+       "run.yaml:1:49: `optimizer.groups[0].lr_mult` is 2; allowed: 1 beside `optimizer.groups[0].lr`"},
+      {"optimizer: {groups: [{match: a, weight_decay: 1, weight_decay_mult: 0}]}\n",
+       "run.yaml:1:69: `optimizer.groups[0].weight_decay_mult` is 0; allowed: 1 beside "
+       "`optimizer.groups[0].weight_decay`"},
+      {"optimizer: {lr: 1, groups: [{match: a, lr_mult: 0.5, min_lr: 0.75}]}\n",
+       "run.yaml:1:62: `optimizer.groups[0].min_lr` is 0.75; allowed: at most the group's peak learning "
+       "rate, 0.5"},
+      {"optimizer: {groups: [{match: a, ndim: 1}, {match: a, name: b}, {match: a, name: c, ndim: 2}]}\n",
+       "run.yaml:1:72: `optimizer.groups[2].match` is a; allowed: a pattern of its own; an earlier group has "
+       "this one and wins"},
       {"parallel: {transport: self, world_size: 2}\n",
        "run.yaml:1:41: `parallel.world_size` is 2; allowed: 0 or 1 when `parallel.transport` is self"},
   };

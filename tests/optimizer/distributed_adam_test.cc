@@ -463,7 +463,10 @@ TEST(DistributedAdam, HyperParametersOutOfRangeAreRefused) {
     EXPECT_TRUE(contains(contract_message([&] { opt.set_betas(0.9, bad); }), "allowed: 0 <= beta < 1"));
     EXPECT_TRUE(contains(contract_message([&] { opt.set_betas(bad, 0.9); }), "allowed: 0 <= beta < 1"));
   }
-  EXPECT_TRUE(contains(contract_message([&] { opt.set_betas(0.5, 1.0); }), "set_betas: 1; allowed"));
+  EXPECT_TRUE(contains(contract_message([&] { opt.set_betas(0.5, 1.0); }),
+                       "set_betas: 1 for group '*'; allowed: 0 <= beta < 1"));
+  EXPECT_TRUE(contains(contract_message([&] { opt.set_betas("mlp", 1.0, 0.5); }),
+                       "set_betas: 1 for group 'mlp'; allowed: 0 <= beta < 1"));
   EXPECT_TRUE(contains(contract_message([&] { opt.set_lr("mpl", 1); }),
                        "unknown param group 'mpl'; groups are: default, norms, mlp"));
   EXPECT_TRUE(contains(contract_message([&] { opt.set_steps_taken(-1); }),
@@ -475,8 +478,10 @@ TEST(DistributedAdam, HyperParametersOutOfRangeAreRefused) {
 TEST(DistributedAdam, DifferentHyperParametersAreAnErrorOnAllRanksThatCanBeMended) {
   const std::vector<std::pair<std::string, std::function<void(DistributedAdam&)>>> changes = {
       {"rank 1 has 'group 'mlp' lr ", [](DistributedAdam& opt) { opt.set_lr("mlp", 0.125); }},
-      {"rank 1 has 'group 'default' lr ", [](DistributedAdam& opt) { opt.set_weight_decay("default", 0.5); }},
-      {"rank 1 has 'betas ", [](DistributedAdam& opt) { opt.set_betas(0.5, 0.5); }},
+      {"rank 1 has 'group 'default' weight_decay ",
+       [](DistributedAdam& opt) { opt.set_weight_decay("default", 0.5); }},
+      {"rank 1 has 'group 'default' betas ", [](DistributedAdam& opt) { opt.set_betas(0.5, 0.5); }},
+      {"rank 1 has 'group 'mlp' betas ", [](DistributedAdam& opt) { opt.set_betas("mlp", 0.5, 0.5); }},
       {"rank 1 has 'steps_taken 7' where rank 0 has 'steps_taken 0'",
        [](DistributedAdam& opt) { opt.set_steps_taken(7); }}};
   for (const auto& [part, change] : changes) {

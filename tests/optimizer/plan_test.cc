@@ -98,6 +98,7 @@ TEST(Plan, EveryConfigurationFieldIsCompared) {
       {"scale_layout", [](Config& c) { c.precision.scale_layout = ScaleLayout::kGemm; }},
       {"warmup_steps", [](Config& c) { c.schedule.warmup_steps = 3; }},
       {"gather_format", [](Config& c) { c.parallel.gather_format = GatherFormat::kBf16; }},
+      {"wsd_decay_shape", [](Config& c) { c.schedule.wsd_decay_shape = DecayShape::kLinear; }},
       {"lr_mult", [](Config& c) {
          c.optimizer.groups = {{"a", "", 2, 1}};
        }}};
