@@ -41,11 +41,13 @@ void describe_group(ConfigSchema& schema, GroupConfig& group) {
   schema.add("lr_mult", group.lr_mult, Bounds::at_least(0), "Factor on `optimizer.lr`.").alias("lr_scale");
   schema
       .add("weight_decay", group.weight_decay, Bounds::at_least(0),
-           "Weight decay of the group; inherit: `optimizer.weight_decay` times weight_decay_mult.")
+           "Weight decay of the group, params of one dimension included; inherit: `optimizer.weight_decay` "
+           "times weight_decay_mult.")
       .alias("wd");
   schema
       .add("weight_decay_mult", group.weight_decay_mult, Bounds::at_least(0),
-           "Factor on `optimizer.weight_decay`.")
+           "Factor on `optimizer.weight_decay`, params of one dimension included; inherit: 1, and see "
+           "`optimizer.decay_1d`.")
       .alias("wd_mult");
   schema
       .add("betas", group.betas, Bounds::at_least(0).below(1),
@@ -84,6 +86,10 @@ void describe_optimizer(ConfigSchema& schema, OptimizerConfig& config) {
       .add("optimizer.weight_decay", config.weight_decay, Bounds::at_least(0),
            "Strength of the weight decay.")
       .alias("wd");
+  schema.add(
+      "optimizer.decay_1d", config.decay_1d,
+      "Whether params of one dimension (biases, norms) decay where their group says nothing about weight "
+      "decay.");
   schema
       .add("optimizer.clip_grad", config.clip_grad, Bounds::at_least(0),
            "Largest global norm of the gradient; 0: no clipping.")
@@ -271,10 +277,10 @@ void find_conflicts_in_group(const GroupConfig& group, const std::string& base, 
     found.push_back(
         {base + "lr_mult", is_value(base + "lr_mult", group.lr_mult) + "1 beside `" + base + "lr`"});
   }
-  if (group.weight_decay && group.weight_decay_mult != 1) {
+  if (group.weight_decay && group.weight_decay_mult) {
     found.push_back(
-        {base + "weight_decay_mult", is_value(base + "weight_decay_mult", group.weight_decay_mult) +
-                                         "1 beside `" + base + "weight_decay`"});
+        {base + "weight_decay_mult", is_value(base + "weight_decay_mult", *group.weight_decay_mult) +
+                                         "inherit beside `" + base + "weight_decay`"});
   }
   const double peak = peak_lr(group, optimizer_lr);
   if (group.min_lr && *group.min_lr > peak) {

@@ -50,7 +50,7 @@ struct GroupConfig {
   std::string match;  // glob on the param's name
   std::string name;   // empty: the pattern, see group_name()
   double lr_mult = 1;
-  double weight_decay_mult = 1;
+  std::optional<double> weight_decay_mult = std::nullopt;
   std::int64_t ndim = 0;  // dimensions that a matching param has; 0: any
   std::optional<double> lr = std::nullopt;
   std::optional<double> min_lr = std::nullopt;
@@ -65,6 +65,7 @@ struct OptimizerConfig {
   std::array<double, 2> betas = {0.9, 0.95};
   double eps = 1e-8;
   double weight_decay = 0.1;
+  bool decay_1d = false;
   double clip_grad = 1.0;  // 0: off
   DType grad_dtype = DType::kFp32;
   DType state_dtype = DType::kFp32;

@@ -101,12 +101,12 @@ class DistributedAdam::Impl {
         segments_(layout().segments(comm.rank())),
         segment_of_(layout().params().size(), -1),
         kernels_(StepKernels::make(
-            make_step_tables(layout(), storage_, param_sync_, plan_.groups.group_of, comm.rank()), device,
+            make_step_tables(layout(), storage_, param_sync_, plan_.groups.part_of, comm.rank()), device,
             allocator_)),
         coverage_(layout().params().size()),
         lr_steps_(device.kind == DeviceKind::kHost ? 1
                                                    : std::min(last_lr_change(config.schedule), kMostLrSteps)),
-        scalars_(group_count(), lr_steps_, initial_state(), device, allocator_),
+        scalars_(part_count(), lr_steps_, initial_state(), device, allocator_),
         reports_(device, param_count(),
                  [this](StepRecord& record, const StepOutcome& outcome, auto status) {
                    complete_record(record, outcome, status);
@@ -280,7 +280,7 @@ class DistributedAdam::Impl {
 
     guarded(comm_, [&] {
       kernels_->clear(param_sync_.scales_to_clear(SyncScope::kTrainable), memory.outcome, stream);
-      kernels_->fused_update({memory.scalars, group_names_.size()}, memory.outcome, stream);
+      kernels_->fused_update({memory.scalars, plan_.groups.parts.size()}, memory.outcome, stream);
       record.ms.update = clock.lap();
       grad_sync_.reset(stream);
       share_written(SyncScope::kTrainable, stream, &record.ms, memory.outcome);
@@ -351,6 +351,11 @@ class DistributedAdam::Impl {
   void set_weight_decay(std::string_view group, double value) {
     MXOPT_CHECK(std::isfinite(value) && value >= 0,
                 "set_weight_decay: " << value << " for group '" << group << "'; allowed: >= 0");
+    MXOPT_CHECK(group == "*" || plan_.groups.find(group).has_decay,
+                "set_weight_decay: the params of group '"
+                    << group
+                    << "' have one dimension and no weight decay; allowed with optimizer.decay_1d, or "
+                    << "weight_decay or weight_decay_mult in the group");
     for_groups(group, [&](ParamGroup& g) { g.weight_decay = value; });
   }
 
@@ -363,7 +368,7 @@ class DistributedAdam::Impl {
   }
 
  private:
-  static std::size_t index(int param) { return static_cast<std::size_t>(param); }
+  static std::size_t index(int number) { return static_cast<std::size_t>(number); }
   std::int64_t param_count() const { return static_cast<std::int64_t>(layout().params().size()); }
   int storage_param(std::string_view name) const { return layout().storage_of(layout().find(name)); }
 
@@ -423,7 +428,7 @@ class DistributedAdam::Impl {
   }
 
   bool is_host() const { return device_.kind == DeviceKind::kHost; }
-  int group_count() const { return static_cast<int>(plan_.groups.groups.size()); }
+  int part_count() const { return static_cast<int>(plan_.groups.parts.size()); }
 
   StepState initial_state() const {
     StepState state;
@@ -443,7 +448,7 @@ class DistributedAdam::Impl {
     options.hysteresis = optimizer.loss_scale.hysteresis;
     options.hash = options_hash();
     options.world_size = comm_.size();
-    options.groups = group_count();
+    options.groups = part_count();
     return options;
   }
 
@@ -459,9 +464,10 @@ class DistributedAdam::Impl {
     first_lr_step_ = is_host() || last_change > lr_steps_ ? steps_taken_ + 1 : 1;
     std::vector<GroupConstants> constants;
     std::vector<float> weight_decay, lr;
-    for (const ParamGroup& group : plan_.groups.groups) {
+    for (const GroupPart& part : plan_.groups.parts) {
+      const ParamGroup& group = plan_.groups.groups[index(part.group)];
       constants.push_back({{group.betas[0], group.betas[1]}, group.eps});
-      weight_decay.push_back(static_cast<float>(group.weight_decay));
+      weight_decay.push_back(part.has_decay ? static_cast<float>(group.weight_decay) : 0);
       for (std::int64_t i = 0; i < lr_steps_; ++i) {
         lr.push_back(static_cast<float>(scheduled_lr(config_.schedule, group.lr, first_lr_step_ + i)));
       }

@@ -127,6 +127,8 @@ class DistributedAdam {
   std::span<const std::string> groups() const;
   /// Take effect at the next step; every rank must set the same values before it. Group "*" means all.
   void set_lr(std::string_view group, double value);  // the peak of the group's schedule
+  /// Not of the params of one dimension that are left without decay, see optimizer.decay_1d. Throws
+  /// ContractError when the group has no others.
   void set_weight_decay(std::string_view group, double value);
   void set_betas(double beta1, double beta2);  // of all groups
   void set_betas(std::string_view group, double beta1, double beta2);

@@ -13,6 +13,33 @@ bool matches(const GroupConfig& group, const ParamLayout& param) {
          ::fnmatch(group.match.c_str(), param.name.c_str(), 0) == 0;
 }
 
+/// Whether the group decays its params of one dimension too.
+bool decays_all(const OptimizerConfig& optimizer, int group) {
+  if (optimizer.decay_1d) return true;
+  if (group == 0) return false;
+  const GroupConfig& config = optimizer.groups[static_cast<std::size_t>(group - 1)];
+  return config.weight_decay || config.weight_decay_mult;
+}
+
+void add_parts(const OptimizerConfig& optimizer, std::span<const ParamLayout> params, ParamGroups& result) {
+  const int groups = static_cast<int>(result.groups.size());
+  for (int group = 0; group < groups; ++group) result.parts.push_back({group, true});
+  result.part_of = result.group_of;
+  for (int group = 0; group < groups; ++group) {
+    if (decays_all(optimizer, group)) continue;
+    bool any_decays = false, any_does_not = false;
+    for (std::size_t p = 0; p < params.size(); ++p) {
+      if (result.group_of[p] != group) continue;
+      const bool decays = params[p].shape.size() != 1;
+      (decays ? any_decays : any_does_not) = true;
+      if (!decays) result.part_of[p] = static_cast<int>(result.parts.size());
+    }
+    if (!any_does_not) continue;
+    result.parts.push_back({group, false});
+    result.groups[static_cast<std::size_t>(group)].has_decay = any_decays;
+  }
+}
+
 }  // namespace
 
 ParamGroup& ParamGroups::find(std::string_view name) {
@@ -30,7 +57,8 @@ ParamGroups make_param_groups(const Config& config, std::span<const ParamLayout>
                            {optimizer.lr, config.schedule.min_lr},
                            optimizer.weight_decay,
                            optimizer.betas,
-                           optimizer.eps});
+                           optimizer.eps,
+                           true});
   result.group_of.assign(params.size(), 0);
   for (std::size_t g = 0; g < optimizer.groups.size(); ++g) {
     const GroupConfig& group = optimizer.groups[g];
@@ -40,11 +68,13 @@ ParamGroups make_param_groups(const Config& config, std::span<const ParamLayout>
       throw ConfigError(key + ".name: '" + name +
                         "' is taken; allowed is a name that no other group has, and not '*'");
     }
-    result.groups.push_back({name,
-                             {peak_lr(group, optimizer.lr), group.min_lr.value_or(config.schedule.min_lr)},
-                             group.weight_decay.value_or(optimizer.weight_decay * group.weight_decay_mult),
-                             group.betas.value_or(optimizer.betas),
-                             group.eps.value_or(optimizer.eps)});
+    result.groups.push_back(
+        {name,
+         {peak_lr(group, optimizer.lr), group.min_lr.value_or(config.schedule.min_lr)},
+         group.weight_decay.value_or(optimizer.weight_decay * group.weight_decay_mult.value_or(1)),
+         group.betas.value_or(optimizer.betas),
+         group.eps.value_or(optimizer.eps),
+         true});
     bool matched = false;
     for (std::size_t p = 0; p < params.size(); ++p) {
       if (!matches(group, params[p])) continue;
@@ -59,6 +89,7 @@ ParamGroups make_param_groups(const Config& config, std::span<const ParamLayout>
           (params.empty() ? std::string() : ", the first of which is '" + params[0].name + "'"));
     }
   }
+  add_parts(optimizer, params, result);
   return result;
 }
 

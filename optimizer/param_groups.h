@@ -19,18 +19,28 @@ struct ParamGroup {
   double weight_decay = 0;
   std::array<double, 2> betas = {0, 0};
   double eps = 0;
+  bool has_decay = true;  // false: of all its params the weight decay is 0, see GroupPart
+};
+
+/// Params of one group that have the same scalars in a step.
+struct GroupPart {
+  int group = 0;
+  bool has_decay = true;  // false: params of one dimension, whose weight decay is 0 whatever the group's is
 };
 
 struct ParamGroups {
   std::vector<ParamGroup> groups;  // "default" first, then those of the configuration, in order
   std::vector<int> group_of;       // [params]
+  std::vector<GroupPart> parts;    // one of every group, in order, then those without weight decay
+  std::vector<int> part_of;        // [params]
 
   /// Throws ContractError naming the groups there are.
   ParamGroup& find(std::string_view name);
 };
 
 /// The first pattern (shell wildcards) that matches a param's name and dimensions decides; the others are in
-/// "default". Throws ConfigError for a pattern that matches no param, or a group name used twice.
+/// "default". Params of one dimension are in a part without weight decay unless their group or decay_1d says
+/// otherwise. Throws ConfigError for a pattern that matches no param, or a group name used twice.
 ParamGroups make_param_groups(const Config& config, std::span<const ParamLayout> params);
 
 }  // namespace mxopt

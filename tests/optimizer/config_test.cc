@@ -87,6 +87,7 @@ TEST_F(ConfigFile, EmptyMapGivesTheDefaults) {
   EXPECT_EQ(config.optimizer.betas, (std::array<double, 2>{0.9, 0.95}));
   EXPECT_EQ(config.optimizer.eps, 1e-8);
   EXPECT_EQ(config.optimizer.weight_decay, 0.1);
+  EXPECT_FALSE(config.optimizer.decay_1d);
   EXPECT_EQ(config.optimizer.clip_grad, 1.0);
   EXPECT_EQ(config.optimizer.grad_dtype, DType::kFp32);
   EXPECT_EQ(config.optimizer.state_dtype, DType::kFp32);
@@ -126,6 +127,7 @@ optimizer:
   betas: [0.8, 0.999]
   eps: 1e-6
   weight_decay: 0
+  decay_1d: true
   clip_grad: 0.5
   grad_dtype: bf16
   state_dtype: fp32
@@ -179,6 +181,7 @@ TEST_F(ConfigFile, EveryKeyReachesItsField) {
   EXPECT_EQ(config.optimizer.betas, (std::array<double, 2>{0.8, 0.999}));
   EXPECT_EQ(config.optimizer.eps, 1e-6);
   EXPECT_EQ(config.optimizer.weight_decay, 0);
+  EXPECT_TRUE(config.optimizer.decay_1d);
   EXPECT_EQ(config.optimizer.clip_grad, 0.5);
   EXPECT_EQ(config.optimizer.grad_dtype, DType::kBf16);
   EXPECT_EQ(config.optimizer.bucket_elems, 4'000'000);
@@ -234,7 +237,7 @@ TEST_F(ConfigFile, WhatItPrintsLoadsBack) {
   EXPECT_TRUE(contains(printed, "\n  lr: 0.002  # --set\n"));
   EXPECT_TRUE(contains(printed, "\n  eps: 1e-06  # run.yaml:6:8\n"));
   EXPECT_TRUE(contains(printed,
-                       "\n    - match: \"embed*\"  # run.yaml:23:14\n      ndim: 0  # default\n"
+                       "\n    - match: \"embed*\"  # run.yaml:24:14\n      ndim: 0  # default\n"
                        "      name: \"embed*\"  # default\n      lr: inherit  # default\n"));
 
   Config again;
@@ -261,6 +264,7 @@ TEST_F(ConfigFile, EveryKeyRefusesABadValue) {
       {"optimizer.betas", "[0.9, 1.0]"},
       {"optimizer.eps", "-1"},
       {"optimizer.weight_decay", "-0.1"},
+      {"optimizer.decay_1d", "1"},
       {"optimizer.clip_grad", "-1"},
       {"optimizer.grad_dtype", "fp16"},
       {"optimizer.state_dtype", "bf16"},
@@ -354,7 +358,7 @@ TEST_F(ConfigFile, BadConfigurationsPrintExactlyThis) {
        "run.yaml:2:10: `optimizer.betas` is 0.9; allowed: list of 2 numbers in [0, 1)"},
       {"optimizer:\n  - lr: 1\n",
        "run.yaml:2:3: `optimizer` is a list; allowed: a map with the keys kind, lr, betas, eps, "
-       "weight_decay, clip_grad, "
+       "weight_decay, decay_1d, clip_grad, "
        "grad_dtype, state_dtype, bucket_elems, max_consecutive_skips, loss_scale, groups"},
       {"optimizer:\n  loss_scale: dynamic\n",
        "run.yaml:2:15: `optimizer.loss_scale` is dynamic; allowed: a map with the keys kind, initial, min, "
@@ -410,7 +414,7 @@ TEST_F(ConfigFile, BadConfigurationsPrintExactlyThis) {
       {"optimizer: {groups: [{match: a, lr: 1, lr_mult: 2}]}\n",
        "run.yaml:1:49: `optimizer.groups[0].lr_mult` is 2; allowed: 1 beside `optimizer.groups[0].lr`"},
       {"optimizer: {groups: [{match: a, weight_decay: 1, weight_decay_mult: 0}]}\n",
-       "run.yaml:1:69: `optimizer.groups[0].weight_decay_mult` is 0; allowed: 1 beside "
+       "run.yaml:1:69: `optimizer.groups[0].weight_decay_mult` is 0; allowed: inherit beside "
        "`optimizer.groups[0].weight_decay`"},
       {"optimizer: {lr: 1, groups: [{match: a, lr_mult: 0.5, min_lr: 0.75}]}\n",
        "run.yaml:1:62: `optimizer.groups[0].min_lr` is 0.75; allowed: at most the group's peak learning "

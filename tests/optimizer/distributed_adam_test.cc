@@ -92,6 +92,7 @@ void compare_with_reference(int size, AdamKind kind, DType grad_dtype, GatherFor
       const bool is_norm = s.name.starts_with("norm."), is_mlp = s.name.starts_with("mlp.");
       settings.lr = config.lr * (is_norm ? 2.0 : is_mlp ? 0.5 : 1.0);
       settings.weight_decay = config.weight_decay * (is_norm ? 0.0 : is_mlp ? 3.0 : 1.0);
+      if (s.name == "attn.bias") settings.weight_decay = 0;  // one dimension, in the default group
       const std::int64_t elems = opt.layout().param(opt.layout().find(s.name)).elems();
       all.push_back({s, reference::AdamState<float>(test::initial_values(s.name, elems)), settings});
     }
@@ -473,6 +474,56 @@ TEST(DistributedAdam, HyperParametersOutOfRangeAreRefused) {
                        "set_steps_taken: -1; allowed is 0 or more"));
   opt.set_lr("mlp", 0);
   opt.set_betas(0, 0);
+}
+
+TEST(DistributedAdam, WeightDecayOfAGroupWithoutAnyIsRefused) {
+  SelfCommunicator comm;
+  Config config;
+  config.optimizer.groups = {{.match = "*.bias", .name = "biases"}};
+  const std::vector<ParamSpec> specs = {spec("a.bias", {5}), spec("a.weight", {32, 32})};
+  DistributedAdam opt(specs, config, comm);
+  EXPECT_TRUE(
+      contains(contract_message([&] { opt.set_weight_decay("biases", 0.1); }),
+               "set_weight_decay: the params of group 'biases' have one dimension and no weight decay; "
+               "allowed with optimizer.decay_1d, or weight_decay or weight_decay_mult in the group"));
+  opt.set_weight_decay("*", 0.1);
+  config.optimizer.decay_1d = true;
+  DistributedAdam decaying(specs, config, comm);
+  decaying.set_weight_decay("biases", 0.1);
+}
+
+TEST(DistributedAdam, ParamsOfOneDimensionDecayOnlyWhereItIsSaid) {
+  const std::vector<ParamSpec> specs = {
+      spec("plain.bias", {64}, ParamFormat::kFp32), spec("plain.weight", {32, 32}),
+      spec("fast.bias", {64}, ParamFormat::kFp32), spec("told.bias", {64}, ParamFormat::kFp32),
+      spec("scaled.bias", {64}, ParamFormat::kFp32)};
+  for (const bool decay_1d : {false, true}) {
+    run_ranks(2, [&](Communicator& comm) {
+      Config config;
+      config.optimizer.lr = 0.5;
+      config.optimizer.weight_decay = 0.5;
+      config.optimizer.decay_1d = decay_1d;
+      config.optimizer.groups = {{.match = "fast.*", .name = "", .lr_mult = 2},
+                                 {.match = "told.*", .name = "", .weight_decay = 0.25},
+                                 {.match = "scaled.*", .name = "", .weight_decay_mult = 0.5}};
+      DistributedAdam opt(specs, config, comm);
+      for (const ParamSpec& s : specs) {
+        const std::int64_t elems = opt.layout().param(opt.layout().find(s.name)).elems();
+        opt.set_initial(s.name,
+                        std::span<const float>(std::vector<float>(static_cast<std::size_t>(elems), 1)));
+      }
+      opt.publish();
+      opt.step();  // of zero gradients: what is left is 1 - lr * weight decay
+      const std::map<std::string, float> expected = {{"plain.bias", decay_1d ? 0.75f : 1.0f},
+                                                     {"plain.weight", 0.75f},
+                                                     {"fast.bias", decay_1d ? 0.5f : 1.0f},
+                                                     {"told.bias", 0.875f},
+                                                     {"scaled.bias", 0.875f}};
+      for (const auto& [name, value] : expected) {
+        for (const float master : opt.owned(name).master) ASSERT_EQ(master, value) << name;
+      }
+    });
+  }
 }
 
 TEST(DistributedAdam, DifferentHyperParametersAreAnErrorOnAllRanksThatCanBeMended) {

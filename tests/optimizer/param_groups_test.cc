@@ -110,6 +110,38 @@ TEST(ParamGroups, DimensionsDecideBesideThePattern) {
             "'a.bias'");
 }
 
+TEST(ParamGroups, ParamsOfOneDimensionHaveAPartWithoutDecay) {
+  std::vector<ParamSpec> specs;
+  for (const auto& [name, shape] : std::vector<std::pair<std::string, std::vector<std::int64_t>>>{
+           {"a.bias", {4}}, {"a.weight", {4, 1}}, {"b.bias", {4}}, {"c.bias", {4}}, {"d.bias", {4}}}) {
+    ParamSpec spec;
+    spec.name = name;
+    spec.shape = shape;
+    specs.push_back(spec);
+  }
+  const Layout layout(std::move(specs), {});
+  Config config = config_with({{.match = "b.*", .name = "", .lr_mult = 2},
+                               {.match = "c.*", .name = "", .weight_decay_mult = 1},
+                               {.match = "d.*", .name = "", .weight_decay = 1}});
+  const ParamGroups groups = make_param_groups(config, layout.params());
+  EXPECT_EQ(groups.group_of, std::vector<int>({0, 0, 1, 2, 3}));
+  EXPECT_EQ(groups.part_of, std::vector<int>({4, 0, 5, 2, 3}));
+  ASSERT_EQ(groups.parts.size(), 6u);
+  for (int part = 0; part < 6; ++part) {
+    EXPECT_EQ(groups.parts[static_cast<std::size_t>(part)].group, part % 4);
+    EXPECT_EQ(groups.parts[static_cast<std::size_t>(part)].has_decay, part < 4);
+  }
+  EXPECT_TRUE(groups.groups[0].has_decay);
+  EXPECT_FALSE(groups.groups[1].has_decay);
+  EXPECT_TRUE(groups.groups[2].has_decay);
+
+  config.optimizer.decay_1d = true;
+  const ParamGroups decaying = make_param_groups(config, layout.params());
+  EXPECT_EQ(decaying.part_of, decaying.group_of);
+  EXPECT_EQ(decaying.parts.size(), 4u);
+  EXPECT_TRUE(decaying.groups[1].has_decay);
+}
+
 TEST(ParamGroups, APatternWithoutAParamIsAnError) {
   const Layout layout = layout_of({"layer0.norm", "head"});
   const std::string text = thrown_message<ConfigError>([&] {

@@ -90,6 +90,7 @@ TEST(Plan, EveryConfigurationFieldIsCompared) {
       {"betas", [](Config& c) { c.optimizer.betas[1] = 0.999; }},
       {"eps", [](Config& c) { c.optimizer.eps = 1e-7; }},
       {"weight_decay", [](Config& c) { c.optimizer.weight_decay = 0; }},
+      {"decay_1d", [](Config& c) { c.optimizer.decay_1d = true; }},
       {"clip_grad", [](Config& c) { c.optimizer.clip_grad = 2; }},
       {"kind", [](Config& c) { c.optimizer.kind = AdamKind::kAdam; }},
       {"grad_dtype", [](Config& c) { c.optimizer.grad_dtype = DType::kBf16; }},
