@@ -84,8 +84,9 @@ void describe_optimizer(ConfigSchema& schema, OptimizerConfig& config) {
       .alias("epsilon");
   schema
       .add("optimizer.weight_decay", config.weight_decay, Bounds::at_least(0),
-           "Strength of the weight decay.")
-      .alias("wd");
+           "Strength of the weight decay; where it has a schedule, at the start.")
+      .alias("wd")
+      .alias("start_weight_decay");
   schema.add(
       "optimizer.decay_1d", config.decay_1d,
       "Whether params of one dimension (biases, norms) decay where their group says nothing about weight "
@@ -174,9 +175,9 @@ void describe_schedule(ConfigSchema& schema, ScheduleConfig& config) {
       .alias("warmup_iters");
   schema
       .add("schedule.decay_steps", config.decay_steps, Bounds::at_least(0),
-           "Step at which linear, cosine and wsd reach min_lr, warm-up included; 0: the number of steps of "
-           "the "
-           "trainer.",
+           "Step at which linear, cosine and wsd reach min_lr, and the weight decay its end, warm-up "
+           "included; "
+           "0: the number of steps of the trainer.",
            "steps")
       .alias("lr_decay_iters");
   schema
@@ -197,6 +198,18 @@ void describe_schedule(ConfigSchema& schema, ScheduleConfig& config) {
            "Course of the decay of wsd.")
       .alias("lr_wsd_decay_style")
       .alias("decay_type");
+  schema
+      .add("schedule.weight_decay_kind", config.weight_decay_kind,
+           {{"constant", WeightDecayKind::kConstant},
+            {"linear", WeightDecayKind::kLinear},
+            {"cosine", WeightDecayKind::kCosine}},
+           "Course of the weight decay from `optimizer.weight_decay` to end_weight_decay; groups with a "
+           "weight_decay of their own keep it.")
+      .alias("weight_decay_incr_style");
+  schema.add(
+      "schedule.end_weight_decay", config.end_weight_decay, Bounds::at_least(0),
+      "Weight decay at decay_steps, of which groups have weight_decay_mult times as much; inherit: that "
+      "of the start.");
 }
 
 void describe_parallel(ConfigSchema& schema, ParallelConfig& config) {
@@ -254,12 +267,24 @@ void find_schedule_conflicts(const Config& config, DecaySteps decay_steps, std::
   } else if (!is_wsd && schedule.wsd_decay_steps != 0) {
     reject_tail("0 unless `schedule.kind` is wsd");
   }
-  if (!ends_at_decay_steps(schedule.kind)) return;
+  const bool has_end = ends_at_decay_steps(schedule.kind);
+  const bool is_decay_scheduled = schedule.weight_decay_kind != WeightDecayKind::kConstant;
+  if (is_decay_scheduled != schedule.end_weight_decay.has_value()) {
+    const std::string key = "schedule.end_weight_decay";
+    found.push_back({key, is_decay_scheduled
+                              ? is_value(key, "inherit") +
+                                    "number >= 0 when `schedule.weight_decay_kind` is linear or cosine"
+                              : is_value(key, *schedule.end_weight_decay) +
+                                    "inherit unless `schedule.weight_decay_kind` is linear or cosine"});
+  }
   if (schedule.decay_steps == 0) {
-    if (decay_steps == DecaySteps::kMayFollow) return;
+    if (decay_steps == DecaySteps::kMayFollow || (!has_end && !is_decay_scheduled)) return;
     found.push_back(
-        {"schedule.decay_steps",
-         is_value("schedule.decay_steps", 0) + "integer >= 1 when `schedule.kind` is linear, cosine or wsd"});
+        {"schedule.decay_steps", is_value("schedule.decay_steps", 0) + "integer >= 1 when " +
+                                     (has_end ? "`schedule.kind` is linear, cosine or wsd"
+                                              : "`schedule.weight_decay_kind` is linear or cosine")});
+  } else if (!has_end) {
+    return;
   } else if (schedule.warmup_steps > schedule.decay_steps) {
     found.push_back({"schedule.warmup_steps", is_value("schedule.warmup_steps", schedule.warmup_steps) +
                                                   "at most `schedule.decay_steps`, " +

@@ -31,6 +31,7 @@ enum class BackwardOverride { kNone, kHighPrecision, kDequantized };
 enum class ScheduleKind { kConstant, kLinear, kCosine, kInverseSqrt, kWsd };
 /// The tail of a warm-up-stable-decay schedule.
 enum class DecayShape { kLinear, kCosine, kExponential, kMinusSqrt };
+enum class WeightDecayKind { kConstant, kLinear, kCosine };
 /// kAuto: a CUDA device where there is one, else the host.
 enum class DeviceChoice { kAuto, kHost, kCuda };
 /// What the gather after a step moves: the quantized planes, or BF16 values that every rank quantizes itself.
@@ -90,6 +91,8 @@ struct ScheduleConfig {
   double min_lr = 0;
   std::int64_t wsd_decay_steps = 0;  // the last ones before decay_steps
   DecayShape wsd_decay_shape = DecayShape::kExponential;
+  WeightDecayKind weight_decay_kind = WeightDecayKind::kConstant;
+  std::optional<double> end_weight_decay = std::nullopt;  // at decay_steps
 };
 
 struct ParallelConfig {

@@ -71,8 +71,14 @@ auto guarded(Communicator& comm, const Body& body) {
   }
 }
 
-/// Entries of a device's table of learning rates; where the schedule is longer, it is sent in pieces.
-constexpr std::int64_t kMostLrSteps = 1 << 16;
+/// Steps in a device's table of learning rates and weight decays; where a schedule is longer, it is sent in
+/// pieces.
+constexpr std::int64_t kMostTableSteps = 1 << 16;
+
+/// The first step from which on learning rates and weight decays stay.
+std::int64_t last_change(const ScheduleConfig& schedule) {
+  return std::max(last_lr_change(schedule), last_weight_decay_change(schedule));
+}
 
 /// The report of a step that a graph repeats.
 class CapturedStep final : public StepReport::Source {
@@ -104,9 +110,9 @@ class DistributedAdam::Impl {
             make_step_tables(layout(), storage_, param_sync_, plan_.groups.part_of, comm.rank()), device,
             allocator_)),
         coverage_(layout().params().size()),
-        lr_steps_(device.kind == DeviceKind::kHost ? 1
-                                                   : std::min(last_lr_change(config.schedule), kMostLrSteps)),
-        scalars_(part_count(), lr_steps_, initial_state(), device, allocator_),
+        table_steps_(
+            device.kind == DeviceKind::kHost ? 1 : std::min(last_change(config.schedule), kMostTableSteps)),
+        scalars_(part_count(), table_steps_, initial_state(), device, allocator_),
         reports_(device, param_count(),
                  [this](StepRecord& record, const StepOutcome& outcome, auto status) {
                    complete_record(record, outcome, status);
@@ -252,7 +258,7 @@ class DistributedAdam::Impl {
     const bool captured = is_capturing(device_, stream);
     if (captured) {
       reports_.settle();
-      MXOPT_CHECK(!are_groups_changed_ && !is_taken_set_ && !is_next_rate_missing(),
+      MXOPT_CHECK(!are_groups_changed_ && !is_taken_set_ && !is_next_step_missing(),
                   "step: a step is being captured while changed hyper-parameters were not sent to the device "
                   "yet; call step() once before the capture");
     }
@@ -356,7 +362,7 @@ class DistributedAdam::Impl {
                     << group
                     << "' have one dimension and no weight decay; allowed with optimizer.decay_1d, or "
                     << "weight_decay or weight_decay_mult in the group");
-    for_groups(group, [&](ParamGroup& g) { g.weight_decay = value; });
+    for_groups(group, [&](ParamGroup& g) { g.weight_decay = {value, value}; });
   }
 
   void set_betas(std::string_view group, double beta1, double beta2) {
@@ -452,35 +458,36 @@ class DistributedAdam::Impl {
     return options;
   }
 
-  /// What the user changed since the last step. A device has a table of rates, of the whole schedule or of a
+  /// What the user changed since the last step. A device has a table of the whole schedules or of a
   /// piece that is long enough, since the host does not know which step it will take; on the host the next
   /// one is known and enough.
   void tell_changes(StreamRef stream) {
     if (is_taken_set_) scalars_.set_taken(steps_taken_, stream);
-    if (!is_host() && !are_groups_changed_ && !is_taken_set_ && !is_next_rate_missing()) return;
+    if (!is_host() && !are_groups_changed_ && !is_taken_set_ && !is_next_step_missing()) return;
     is_taken_set_ = false;
     are_groups_changed_ = false;
-    const std::int64_t last_change = last_lr_change(config_.schedule);
-    first_lr_step_ = is_host() || last_change > lr_steps_ ? steps_taken_ + 1 : 1;
+    const std::int64_t last = last_change(config_.schedule);
+    first_table_step_ = is_host() || last > table_steps_ ? steps_taken_ + 1 : 1;
     std::vector<GroupConstants> constants;
     std::vector<float> weight_decay, lr;
     for (const GroupPart& part : plan_.groups.parts) {
       const ParamGroup& group = plan_.groups.groups[index(part.group)];
       constants.push_back({{group.betas[0], group.betas[1]}, group.eps});
-      weight_decay.push_back(part.has_decay ? static_cast<float>(group.weight_decay) : 0);
-      for (std::int64_t i = 0; i < lr_steps_; ++i) {
-        lr.push_back(static_cast<float>(scheduled_lr(config_.schedule, group.lr, first_lr_step_ + i)));
+      for (std::int64_t step = first_table_step_; step < first_table_step_ + table_steps_; ++step) {
+        lr.push_back(static_cast<float>(scheduled_lr(config_.schedule, group.lr, step)));
+        const double decay = scheduled_weight_decay(config_.schedule, group.weight_decay, step);
+        weight_decay.push_back(part.has_decay ? static_cast<float>(decay) : 0);
       }
     }
-    is_last_lr_kept_ = first_lr_step_ + lr_steps_ > last_change;
-    scalars_.set_groups({constants, weight_decay, lr, first_lr_step_, is_last_lr_kept_}, stream);
+    is_last_step_kept_ = first_table_step_ + table_steps_ > last;
+    scalars_.set_groups({constants, weight_decay, lr, first_table_step_, is_last_step_kept_}, stream);
   }
 
   /// Whether the table could end before the next step: the host knows the taken steps of complete reports
   /// only.
-  bool is_next_rate_missing() const {
-    return !is_last_lr_kept_ &&
-           steps_taken_ + StepReports::depth_of(device_) + 1 >= first_lr_step_ + lr_steps_;
+  bool is_next_step_missing() const {
+    return !is_last_step_kept_ &&
+           steps_taken_ + StepReports::depth_of(device_) + 1 >= first_table_step_ + table_steps_;
   }
 
   std::vector<LayoutField> option_fields() const {
@@ -489,7 +496,8 @@ class DistributedAdam::Impl {
     for (const ParamGroup& group : plan_.groups.groups) {
       const std::string name = "group '" + group.name + "' ";
       text << name << "lr " << group.lr.peak << " min_lr " << group.lr.floor << '\n'
-           << name << "weight_decay " << group.weight_decay << '\n'
+           << name << "weight_decay " << group.weight_decay.start << " end_weight_decay "
+           << group.weight_decay.end << '\n'
            << name << "betas " << group.betas[0] << ' ' << group.betas[1] << " eps " << group.eps << '\n';
     }
     return {{"hyper-parameters of the next step", text.str()}};
@@ -498,8 +506,8 @@ class DistributedAdam::Impl {
   std::int64_t options_hash() const {
     std::uint64_t hash = 1;
     for (const ParamGroup& group : plan_.groups.groups) {
-      for (const double value :
-           {group.lr.peak, group.lr.floor, group.weight_decay, group.betas[0], group.betas[1], group.eps}) {
+      for (const double value : {group.lr.peak, group.lr.floor, group.weight_decay.start,
+                                 group.weight_decay.end, group.betas[0], group.betas[1], group.eps}) {
         hash = hash_number(value, hash);
       }
     }
@@ -535,11 +543,11 @@ class DistributedAdam::Impl {
           "before the same step. This rank: " +
           option_fields().front().text);
     }
-    if (outcome.is_rate_missing) {
+    if (outcome.is_step_missing) {
       throw ContractError(
-          "step: the replays of a captured step went on behind the " + std::to_string(lr_steps_) +
-          " learning rates that the device has, so the step was not taken; capture again after a "
-          "call of step()");
+          "step: the replays of a captured step went on behind the " + std::to_string(table_steps_) +
+          " steps for which the device has learning rates and weight decays, so the step was not taken; "
+          "capture again after a call of step()");
     }
     const std::int64_t limit = config_.optimizer.max_consecutive_skips;
     if (limit > 0 && after.consecutive_skips >= limit) {
@@ -571,15 +579,15 @@ class DistributedAdam::Impl {
   std::vector<int> segment_of_;  // [params] index into segments_, -1 for none
   std::unique_ptr<StepKernels> kernels_;
   std::vector<InitialCoverage> coverage_;  // [params]
-  std::int64_t lr_steps_;
+  std::int64_t table_steps_;
   StepScalars scalars_;
   StepReports reports_;
   std::vector<std::string> group_names_;
   ConstructionReport report_;
   Event last_;  // the end of the newest call that enqueued work
   bool published_ = false;
-  std::int64_t first_lr_step_ = 1;
-  bool is_last_lr_kept_ = true;
+  std::int64_t first_table_step_ = 1;
+  bool is_last_step_kept_ = true;
   bool are_groups_changed_ = true;
   bool is_taken_set_ = false;
   std::int64_t steps_taken_ = 0, calls_ = 0;  // of the newest report that is complete

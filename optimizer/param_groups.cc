@@ -13,6 +13,12 @@ bool matches(const GroupConfig& group, const ParamLayout& param) {
          ::fnmatch(group.match.c_str(), param.name.c_str(), 0) == 0;
 }
 
+WeightDecayRange weight_decay_of(const GroupConfig& group, WeightDecayRange decay) {
+  if (group.weight_decay) return {*group.weight_decay, *group.weight_decay};
+  const double factor = group.weight_decay_mult.value_or(1);
+  return {decay.start * factor, decay.end * factor};
+}
+
 /// Whether the group decays its params of one dimension too.
 bool decays_all(const OptimizerConfig& optimizer, int group) {
   if (optimizer.decay_1d) return true;
@@ -52,13 +58,11 @@ ParamGroup& ParamGroups::find(std::string_view name) {
 
 ParamGroups make_param_groups(const Config& config, std::span<const ParamLayout> params) {
   const OptimizerConfig& optimizer = config.optimizer;
+  const WeightDecayRange decay = {optimizer.weight_decay,
+                                  config.schedule.end_weight_decay.value_or(optimizer.weight_decay)};
   ParamGroups result;
-  result.groups.push_back({"default",
-                           {optimizer.lr, config.schedule.min_lr},
-                           optimizer.weight_decay,
-                           optimizer.betas,
-                           optimizer.eps,
-                           true});
+  result.groups.push_back(
+      {"default", {optimizer.lr, config.schedule.min_lr}, decay, optimizer.betas, optimizer.eps, true});
   result.group_of.assign(params.size(), 0);
   for (std::size_t g = 0; g < optimizer.groups.size(); ++g) {
     const GroupConfig& group = optimizer.groups[g];
@@ -68,13 +72,12 @@ ParamGroups make_param_groups(const Config& config, std::span<const ParamLayout>
       throw ConfigError(key + ".name: '" + name +
                         "' is taken; allowed is a name that no other group has, and not '*'");
     }
-    result.groups.push_back(
-        {name,
-         {peak_lr(group, optimizer.lr), group.min_lr.value_or(config.schedule.min_lr)},
-         group.weight_decay.value_or(optimizer.weight_decay * group.weight_decay_mult.value_or(1)),
-         group.betas.value_or(optimizer.betas),
-         group.eps.value_or(optimizer.eps),
-         true});
+    result.groups.push_back({name,
+                             {peak_lr(group, optimizer.lr), group.min_lr.value_or(config.schedule.min_lr)},
+                             weight_decay_of(group, decay),
+                             group.betas.value_or(optimizer.betas),
+                             group.eps.value_or(optimizer.eps),
+                             true});
     bool matched = false;
     for (std::size_t p = 0; p < params.size(); ++p) {
       if (!matches(group, params[p])) continue;

@@ -16,7 +16,7 @@ namespace mxopt {
 struct ParamGroup {
   std::string name;
   LrRange lr;  // the schedule runs between these
-  double weight_decay = 0;
+  WeightDecayRange weight_decay;
   std::array<double, 2> betas = {0, 0};
   double eps = 0;
   bool has_decay = true;  // false: of all its params the weight decay is 0, see GroupPart

@@ -59,4 +59,19 @@ std::int64_t last_lr_change(const ScheduleConfig& schedule) {
   return std::max({std::int64_t{1}, schedule.warmup_steps, decay});
 }
 
+double scheduled_weight_decay(const ScheduleConfig& schedule, WeightDecayRange range, std::int64_t step) {
+  if (schedule.weight_decay_kind == WeightDecayKind::kConstant) return range.start;
+  if (step >= schedule.decay_steps) return range.end;
+  const double progress = static_cast<double>(step) / static_cast<double>(schedule.decay_steps);
+  const double share = schedule.weight_decay_kind == WeightDecayKind::kLinear
+                           ? progress
+                           : 0.5 * (1.0 - std::cos(std::numbers::pi * progress));
+  return range.start + (range.end - range.start) * share;
+}
+
+std::int64_t last_weight_decay_change(const ScheduleConfig& schedule) {
+  if (schedule.weight_decay_kind == WeightDecayKind::kConstant) return 1;
+  return std::max<std::int64_t>(1, schedule.decay_steps);
+}
+
 }  // namespace mxopt

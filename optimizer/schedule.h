@@ -1,4 +1,4 @@
-// The learning rate as a function of the taken steps.
+// Learning rate and weight decay as functions of the taken steps.
 //
 // With t the taken step, counted from 1, w = warmup_steps, d = decay_steps, k = wsd_decay_steps, and peak and
 // floor f <= peak of a group:
@@ -15,6 +15,12 @@
 //     minus_sqrt  1 - sqrt(r)
 //
 // linear, cosine and wsd are at f from t = d on. A floor above the peak counts as the peak.
+//
+// The weight decay goes from its start a to its end b over the same d steps, warm-up included:
+//
+//   constant      a
+//   linear        a + (b - a) * q,                         q = min(t / d, 1)
+//   cosine        a + (b - a) * (1 - cos(pi q)) / 2,       the same q
 //
 // Sources: inverse_sqrt: Vaswani et al., "Attention Is All You Need" (2017), 5.3, scaled to its peak; cosine:
 // Loshchilov and Hutter, "SGDR" (2017), one period; wsd: Hu et al., "MiniCPM" (2024); minus_sqrt: Haegele et
@@ -44,5 +50,16 @@ double scheduled_lr(const ScheduleConfig& schedule, LrRange range, std::int64_t 
 
 /// The first step, at least 1, from which on the rate stays the same; the largest number where it never does.
 std::int64_t last_lr_change(const ScheduleConfig& schedule);
+
+struct WeightDecayRange {
+  double start = 0;
+  double end = 0;
+};
+
+/// Weight decay of taken step `step`, counted from 1.
+double scheduled_weight_decay(const ScheduleConfig& schedule, WeightDecayRange range, std::int64_t step);
+
+/// The first step, at least 1, from which on the weight decay stays the same.
+std::int64_t last_weight_decay_change(const ScheduleConfig& schedule);
 
 }  // namespace mxopt

@@ -25,7 +25,7 @@ class Pieces {
 
 }  // namespace
 
-StepScalars::StepScalars(int groups, std::int64_t lr_steps, const StepState& initial, Device device,
+StepScalars::StepScalars(int groups, std::int64_t steps, const StepState& initial, Device device,
                          std::shared_ptr<Allocator> allocator)
     : device_(device) {
   const auto lay_out = [&](std::uint8_t* base) {
@@ -35,20 +35,20 @@ StepScalars::StepScalars(int groups, std::int64_t lr_steps, const StepState& ini
     memory_.outcome = pieces.take<StepOutcome>(base, 1);
     memory_.scalars = pieces.take<AdamScalars>(base, groups);
     memory_.table.constants = constants_ = pieces.take<GroupConstants>(base, groups);
-    memory_.table.weight_decay = weight_decay_ = pieces.take<float>(base, groups);
-    memory_.table.lr = lr_ = pieces.take<float>(base, groups * lr_steps);
+    memory_.table.weight_decay = weight_decay_ = pieces.take<float>(base, groups * steps);
+    memory_.table.lr = lr_ = pieces.take<float>(base, groups * steps);
     return pieces.used();
   };
   buffer_ = Buffer(lay_out(nullptr), device, std::move(allocator));
   lay_out(buffer_.data());
-  memory_.table.lr_steps = lr_steps;
+  memory_.table.steps = steps;
   const Stream setup(device);
   copy_bytes(memory_.state, &initial, sizeof(initial), device_, setup.ref());
   synchronize(device_, setup.ref());
 }
 
 void StepScalars::set_groups(const GroupValues& values, StreamRef stream) {
-  memory_.table.first_lr_step = values.first_lr_step;
+  memory_.table.first_step = values.first_step;
   memory_.table.is_last_kept = values.is_last_kept;
   const auto send = [&](auto* to, auto from) {
     copy_bytes(to, from.data(), static_cast<std::int64_t>(from.size_bytes()), device_, stream);

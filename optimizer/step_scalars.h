@@ -11,19 +11,19 @@
 
 namespace mxopt {
 
-/// What the table of groups is to hold.
+/// What the table of groups is to hold, see GroupTable.
 struct GroupValues {
   std::span<const GroupConstants> constants;  // [groups]
-  std::span<const float> weight_decay;        // [groups]
-  std::span<const float> lr;                  // [groups][lr_steps], of the taken steps from first_lr_step on
-  std::int64_t first_lr_step = 1;
-  bool is_last_kept = true;  // the last rate is that of all later steps
+  std::span<const float> weight_decay;        // [groups][steps]
+  std::span<const float> lr;                  // [groups][steps]
+  std::int64_t first_step = 1;
+  bool is_last_kept = true;
 };
 
 class StepScalars {
  public:
-  /// lr_steps  entries of each group's table of learning rates.
-  StepScalars(int groups, std::int64_t lr_steps, const StepState& initial, Device device,
+  /// steps  entries of the table for each group and scheduled value.
+  StepScalars(int groups, std::int64_t steps, const StepState& initial, Device device,
               std::shared_ptr<Allocator> allocator);
 
   const StepMemory& memory() const { return memory_; }

@@ -41,20 +41,21 @@ struct GroupConstants {
   double eps = 0;
 };
 
-/// Hyper-parameters of the groups, in the optimizer's memory.
+/// Hyper-parameters of the groups, in the optimizer's memory. Those of a schedule are there for each of the
+/// taken steps from first_step on.
 struct GroupTable {
   const GroupConstants* constants = nullptr;  // [groups]
-  const float* weight_decay = nullptr;        // [groups]
-  const float* lr = nullptr;                  // [groups][lr_steps], of the taken steps from first_lr_step on
-  std::int64_t first_lr_step = 1;
-  std::int64_t lr_steps = 1;
-  bool is_last_kept = true;  // later steps have the last rate
+  const float* weight_decay = nullptr;        // [groups][steps]
+  const float* lr = nullptr;                  // [groups][steps]
+  std::int64_t first_step = 1;
+  std::int64_t steps = 1;
+  bool is_last_kept = true;  // later steps have the values of the last one
 
-  MXOPT_HD bool has_rate(std::int64_t step) const { return is_last_kept || step - first_lr_step < lr_steps; }
-  MXOPT_HD float lr_of(int group, std::int64_t step) const {
-    const std::int64_t last = lr_steps - 1;
-    const std::int64_t at = step - first_lr_step;
-    return lr[group * lr_steps + (at < last ? at : last)];
+  MXOPT_HD bool has_step(std::int64_t step) const { return is_last_kept || step - first_step < steps; }
+  MXOPT_HD std::int64_t index_of(int group, std::int64_t step) const {
+    const std::int64_t last = steps - 1;
+    const std::int64_t at = step - first_step;
+    return group * steps + (at < last ? at : last);
   }
 };
 
@@ -63,7 +64,7 @@ struct StepOutcome {
   bool taken = false;
   // Why a step could be neither taken nor skipped; nothing was changed then:
   bool options_differ = false;   // ranks were told different things
-  bool is_rate_missing = false;  // the table of learning rates ends before this step
+  bool is_step_missing = false;  // the table of the groups ends before this step
   StepState after;
   double loss_scale = 1;  // used for this step's gradients
   double grad_norm = 0;
@@ -88,8 +89,8 @@ MXOPT_HD void advance(StepStatistics& reduced, const StepOptions& options, const
   outcome.options_differ = static_cast<std::uint64_t>(reduced.options_hash) !=
                            static_cast<std::uint64_t>(options.world_size) *
                                static_cast<std::uint64_t>(agreement_hash(options.hash, state.taken));
-  outcome.is_rate_missing = !table.has_rate(state.taken + 1);
-  const bool is_void = outcome.options_differ || outcome.is_rate_missing;
+  outcome.is_step_missing = !table.has_step(state.taken + 1);
+  const bool is_void = outcome.options_differ || outcome.is_step_missing;
   const StepDecision decision = decide(reduced, state.loss_scale.scale, options.max_norm);
   outcome.taken = decision.take && !is_void;
   outcome.grad_norm = decision.grad_norm;
@@ -118,8 +119,9 @@ MXOPT_HD void advance(StepStatistics& reduced, const StepOptions& options, const
     s.bc1 = static_cast<float>(1.0 - integer_power(constants.betas[0], state.taken));
     s.bc2 = static_cast<float>(1.0 - integer_power(constants.betas[1], state.taken));
     s.eps = static_cast<float>(constants.eps);
-    s.lr = table.lr_of(group, state.taken);
-    s.weight_decay = table.weight_decay[group];
+    const std::int64_t at = table.index_of(group, state.taken);
+    s.lr = table.lr[at];
+    s.weight_decay = table.weight_decay[at];
     s.grad_factor = decision.grad_factor;
     s.decoupled = options.decoupled;
     scalars[group] = s;

@@ -110,6 +110,8 @@ TEST_F(ConfigFile, EmptyMapGivesTheDefaults) {
   EXPECT_EQ(config.schedule.min_lr, 0);
   EXPECT_EQ(config.schedule.wsd_decay_steps, 0);
   EXPECT_EQ(config.schedule.wsd_decay_shape, DecayShape::kExponential);
+  EXPECT_EQ(config.schedule.weight_decay_kind, WeightDecayKind::kConstant);
+  EXPECT_EQ(config.schedule.end_weight_decay, std::nullopt);
   EXPECT_EQ(config.parallel.transport, Transport::kAuto);
   EXPECT_EQ(config.parallel.device, DeviceChoice::kAuto);
   EXPECT_EQ(config.parallel.timeout_s, 100);
@@ -165,6 +167,8 @@ schedule:
   min_lr: 1e-5
   wsd_decay_steps: 40
   wsd_decay_shape: minus_sqrt
+  weight_decay_kind: linear
+  end_weight_decay: 0.25
 parallel:
   transport: mpi
   device: host
@@ -219,6 +223,8 @@ TEST_F(ConfigFile, EveryKeyReachesItsField) {
   EXPECT_EQ(config.schedule.min_lr, 1e-5);
   EXPECT_EQ(config.schedule.wsd_decay_steps, 40);
   EXPECT_EQ(config.schedule.wsd_decay_shape, DecayShape::kMinusSqrt);
+  EXPECT_EQ(config.schedule.weight_decay_kind, WeightDecayKind::kLinear);
+  EXPECT_EQ(config.schedule.end_weight_decay, 0.25);
   EXPECT_EQ(config.parallel.transport, Transport::kMpi);
   EXPECT_EQ(config.parallel.device, DeviceChoice::kHost);
   EXPECT_EQ(config.parallel.timeout_s, 7.5);
@@ -297,6 +303,8 @@ TEST_F(ConfigFile, EveryKeyRefusesABadValue) {
       {"schedule.min_lr", "-1"},
       {"schedule.wsd_decay_steps", "-1"},
       {"schedule.wsd_decay_shape", "sqrt"},
+      {"schedule.weight_decay_kind", "exponential"},
+      {"schedule.end_weight_decay", "-0.1"},
       {"parallel.transport", "gloo"},
       {"parallel.device", "tpu"},
       {"parallel.timeout_s", "0"},
@@ -396,6 +404,12 @@ TEST_F(ConfigFile, BadConfigurationsPrintExactlyThis) {
       {"schedule: {kind: wsd, warmup_steps: 6, decay_steps: 10, wsd_decay_steps: 5}\n",
        "run.yaml:1:74: `schedule.wsd_decay_steps` is 5; allowed: at most `schedule.decay_steps` less "
        "`schedule.warmup_steps`, 4"},
+      {"schedule: {weight_decay_kind: linear, decay_steps: 10}\n",
+       "default: `schedule.end_weight_decay` is inherit; allowed: number >= 0 when "
+       "`schedule.weight_decay_kind` is linear or cosine"},
+      {"schedule: {end_weight_decay: 0.5}\n",
+       "run.yaml:1:30: `schedule.end_weight_decay` is 0.5; allowed: inherit unless "
+       "`schedule.weight_decay_kind` is linear or cosine"},
       {"schedule: {lr_wsd_decay_style: cosine}\n",
        "run.yaml:1:12: unknown key `schedule.lr_wsd_decay_style` (value cosine); did you mean "
        "`schedule.wsd_decay_shape` (one of linear, cosine, exponential, minus_sqrt)?"},
@@ -446,6 +460,12 @@ TEST_F(ConfigFile, DecayStepsMayFollowTheFile) {
       "`schedule.decay_steps` is 0; allowed: integer >= 1 when `schedule.kind` is linear, cosine or wsd";
   EXPECT_EQ(problems(config), std::vector<std::string>{message});
   EXPECT_EQ(thrown_message<ConfigError>([&] { validate(config); }), message);
+  config.schedule.decay_steps = 100;
+  validate(config);
+  config = load("schedule: {weight_decay_kind: linear, end_weight_decay: 1}");
+  EXPECT_EQ(problems(config),
+            std::vector<std::string>{"`schedule.decay_steps` is 0; allowed: integer >= 1 when "
+                                     "`schedule.weight_decay_kind` is linear or cosine"});
   config.schedule.decay_steps = 100;
   validate(config);
 }

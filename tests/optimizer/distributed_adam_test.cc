@@ -159,6 +159,132 @@ TEST(DistributedAdam, TwentyStepsAreTheLiteralReferenceAndTheOracleQuantisation)
   }
 }
 
+/// What controls_config() means for one param in taken step t, by its formulas.
+reference::AdamSettings controlled_settings(const std::string& name, AdamKind kind, double t) {
+  reference::AdamSettings settings;
+  settings.decoupled = kind == AdamKind::kAdamW;
+  double peak = 3e-3, floor = 1e-4;
+  const double pi = std::acos(-1.0);
+  const double share = 0.5 * (1 - std::cos(pi * (t / 16)));
+  const auto decay = [&](double factor) {
+    const double start = 0.1 * factor, end = 0.4 * factor;
+    return t >= 16 ? end : start + (end - start) * share;
+  };
+  settings.weight_decay = decay(1);
+  if (name.starts_with("norm.")) {
+    settings.weight_decay = decay(0.5);
+    settings.beta1 = 0.7;
+    settings.beta2 = 0.9;
+    settings.eps = 0.01;
+  } else if (name.starts_with("mlp.")) {
+    peak *= 0.5;
+    settings.weight_decay = decay(3);
+  } else if (name == "embed.weight") {
+    peak = 1e-3;
+    floor = 4e-4;
+    settings.weight_decay = 0.02;
+    settings.beta1 = 0.5;
+    settings.beta2 = 0.99;
+  } else if (name == "attn.bias") {
+    peak *= 2;
+    settings.weight_decay = 0;
+    settings.eps = 1e-5;
+  }
+  if (t < 3) {
+    settings.lr = peak * t / 3;
+  } else if (t <= 8) {
+    settings.lr = peak;
+  } else if (t < 16) {
+    settings.lr = floor + (peak - floor) * (1 - std::sqrt((t - 8) / 8));
+  } else {
+    settings.lr = floor;
+  }
+  return settings;
+}
+
+void compare_controls_with_reference(int size, AdamKind kind) {
+  Scenario scenario;
+  scenario.with_changes = false;
+  scenario.config = test::controls_config();
+  scenario.config.optimizer.kind = kind;
+  scenario.config.optimizer.bucket_elems = 9000;
+  scenario.digest_after = {};
+  struct Expected {
+    ParamSpec spec;
+    reference::AdamState<float> bits;
+    reference::AdamState<double> exact;
+  };
+  std::vector<std::vector<Expected>> of_rank(static_cast<std::size_t>(size));
+  std::atomic<std::int64_t> taken = 0;
+  run_world(size, scenario, [&](const StepContext& now) {
+    std::vector<Expected>& expected = of_rank[static_cast<std::size_t>(now.side.rank())];
+    if (expected.empty()) {
+      for (const ParamSpec& s : scenario.specs) {
+        if (!s.tied_to.empty() || s.frozen) continue;
+        const std::int64_t elems = now.opt.layout().param(now.opt.layout().find(s.name)).elems();
+        const std::vector<float> values = test::initial_values(s.name, elems);
+        expected.push_back({s, reference::AdamState<float>(values),
+                            reference::AdamState<double>({values.begin(), values.end()})});
+      }
+    }
+    if (!now.record.taken) return;
+    taken = now.record.step;
+    for (Expected& e : expected) {
+      const auto elems = static_cast<std::int64_t>(e.bits.p.size());
+      const std::vector<float> grad = test::reduced_grad(e.spec, elems, now.step);
+      reference::AdamSettings settings =
+          controlled_settings(e.spec.name, kind, static_cast<double>(now.record.step));
+      settings.grad_factor = static_cast<double>(now.record.clip_factor);
+      reference::adam_step(e.bits, grad, settings, now.record.step);
+      reference::adam_step(e.exact, grad, settings, now.record.step);
+    }
+    if (now.step % 4 != 3) return;
+    for (const Expected& e : expected) {
+      SCOPED_TRACE(e.spec.name + " after step " + std::to_string(now.step));
+      const OwnedSlice slice = now.opt.owned(e.spec.name);
+      const std::vector<float> master = test::whole_state(
+          now.side, static_cast<std::int64_t>(e.bits.p.size()), slice.param_begin, slice.master);
+      EXPECT_TRUE(bits_equal(e.bits.p, master));
+      // A step rounds p (below 4) to 24 bits and u (below 10) to about 20: 2^-23 + lr * 10 * 2^-20, 17 times.
+      for (std::size_t i = 0; i < master.size(); ++i) {
+        ASSERT_NEAR(static_cast<double>(master[i]), e.exact.p[i], 17 * (0x1p-23 + 6e-3 * 10 * 0x1p-20)) << i;
+      }
+    }
+  });
+  EXPECT_EQ(taken, 17);
+}
+
+TEST(DistributedAdam, GroupsAndSchedulesAreTheReference) {
+  for (const int size : {1, 3}) {
+    for (const AdamKind kind : {AdamKind::kAdamW, AdamKind::kAdam}) {
+      SCOPED_TRACE("W " + std::to_string(size));
+      compare_controls_with_reference(size, kind);
+    }
+  }
+}
+
+TEST(DistributedAdam, WeightDecayThatIsSetEndsItsSchedule) {
+  SelfCommunicator comm;
+  Config config;
+  config.optimizer.lr = 0.5;
+  config.optimizer.weight_decay = 0;
+  config.schedule.decay_steps = 4;
+  config.schedule.weight_decay_kind = WeightDecayKind::kLinear;
+  config.schedule.end_weight_decay = 1;
+  DistributedAdam opt({spec("a", {32, 32})}, config, comm);
+  opt.set_initial("a", std::span<const float>(std::vector<float>(1024, 1)));
+  opt.publish();
+  const auto step = [&] {
+    opt.step();  // of zero gradients: the master is multiplied by 1 - lr * weight decay
+    return opt.owned("a").master[0];
+  };
+  EXPECT_EQ(step(), 0.875f);
+  EXPECT_EQ(step(), 0.875f * 0.75f);
+  opt.set_weight_decay("default", 0.25);
+  EXPECT_EQ(step(), 0.875f * 0.75f * 0.875f);
+  EXPECT_EQ(step(), 0.875f * 0.75f * 0.875f * 0.875f);
+}
+
 TEST(DistributedAdam, ExtremeGradientsAreClippedNotLost) {
   for (const float value : {1e38f, 1e-45f}) {
     run_ranks(2, [&](Communicator& comm) {

@@ -45,7 +45,7 @@ TEST(ParamGroups, WithoutGroupsEverythingIsInTheDefault) {
   EXPECT_EQ(groups.groups[0].name, "default");
   EXPECT_EQ(groups.groups[0].lr.peak, 0.5);
   EXPECT_EQ(groups.groups[0].lr.floor, 0.0625);
-  EXPECT_EQ(groups.groups[0].weight_decay, 0.25);
+  EXPECT_EQ(groups.groups[0].weight_decay.start, 0.25);
   EXPECT_EQ(groups.groups[0].betas, (std::array<double, 2>{0.75, 0.5}));
   EXPECT_EQ(groups.groups[0].eps, 0.125);
   EXPECT_EQ(groups.group_of, std::vector<int>({0, 0}));
@@ -58,10 +58,10 @@ TEST(ParamGroups, TheFirstPatternThatMatchesWins) {
   EXPECT_EQ(groups.group_of, std::vector<int>({1, 2, 1, 0}));
   EXPECT_EQ(groups.groups[1].name, "norms");
   EXPECT_EQ(groups.groups[1].lr.peak, 1.0);
-  EXPECT_EQ(groups.groups[1].weight_decay, 0.0);
+  EXPECT_EQ(groups.groups[1].weight_decay.start, 0.0);
   EXPECT_EQ(groups.groups[2].name, "layer0.*");
   EXPECT_EQ(groups.groups[2].lr.peak, 0.25);
-  EXPECT_EQ(groups.groups[2].weight_decay, 1.0);
+  EXPECT_EQ(groups.groups[2].weight_decay.start, 1.0);
 }
 
 TEST(ParamGroups, PatternsAreShellWildcards) {
@@ -79,15 +79,30 @@ TEST(ParamGroups, AGroupOverridesWhatItNamesAndInheritsTheRest) {
   const ParamGroup& embed = groups.groups[1];
   EXPECT_EQ(embed.lr.peak, 0.03125);
   EXPECT_EQ(embed.lr.floor, 0);
-  EXPECT_EQ(embed.weight_decay, 2);
+  EXPECT_EQ(embed.weight_decay.start, 2);
   EXPECT_EQ(embed.betas, groups.groups[0].betas);
   EXPECT_EQ(embed.eps, 0.125);
   const ParamGroup& head = groups.groups[2];
   EXPECT_EQ(head.lr.peak, 2);
   EXPECT_EQ(head.lr.floor, 0.0625);
-  EXPECT_EQ(head.weight_decay, 0.25);
+  EXPECT_EQ(head.weight_decay.start, 0.25);
   EXPECT_EQ(head.betas, (std::array<double, 2>{0.5, 0.25}));
   EXPECT_EQ(head.eps, 0);
+}
+
+TEST(ParamGroups, TheEndOfTheWeightDecayIsScaledUnlessTheGroupHasAValueOfItsOwn) {
+  const Layout layout = layout_of({"a", "b", "c"});
+  Config config = config_with(
+      {{.match = "b", .name = "", .weight_decay_mult = 2}, {.match = "c", .name = "", .weight_decay = 0.5}});
+  config.schedule.weight_decay_kind = WeightDecayKind::kLinear;
+  config.schedule.end_weight_decay = 0.75;
+  const ParamGroups groups = make_param_groups(config, layout.params());
+  EXPECT_EQ(groups.groups[0].weight_decay.start, 0.25);
+  EXPECT_EQ(groups.groups[0].weight_decay.end, 0.75);
+  EXPECT_EQ(groups.groups[1].weight_decay.start, 0.5);
+  EXPECT_EQ(groups.groups[1].weight_decay.end, 1.5);
+  EXPECT_EQ(groups.groups[2].weight_decay.start, 0.5);
+  EXPECT_EQ(groups.groups[2].weight_decay.end, 0.5);
 }
 
 TEST(ParamGroups, DimensionsDecideBesideThePattern) {

@@ -156,5 +156,31 @@ TEST(Schedule, TheLastChangeIsTheFirstStepOfTheFinalRate) {
   }
 }
 
+TEST(Schedule, WeightDecayGoesFromItsStartToItsEnd) {
+  ScheduleConfig s = schedule(ScheduleKind::kConstant, 5, 20, 0);
+  const WeightDecayRange range = {0.25, 1.25};
+  for (const std::int64_t step : {1, 10, 20, 100}) EXPECT_EQ(scheduled_weight_decay(s, range, step), 0.25);
+  EXPECT_EQ(last_weight_decay_change(s), 1);
+  for (const WeightDecayKind kind : {WeightDecayKind::kLinear, WeightDecayKind::kCosine}) {
+    s.weight_decay_kind = kind;
+    EXPECT_EQ(last_weight_decay_change(s), 20);
+    double last = range.start;
+    for (std::int64_t step = 1; step <= 20; ++step) {
+      const double now = scheduled_weight_decay(s, range, step);
+      EXPECT_GT(now, last) << step;
+      last = now;
+    }
+    EXPECT_EQ(last, 1.25);
+    EXPECT_EQ(scheduled_weight_decay(s, range, std::int64_t{1} << 40), 1.25);
+    EXPECT_DOUBLE_EQ(scheduled_weight_decay(s, range, 10), 0.75);
+    EXPECT_DOUBLE_EQ(scheduled_weight_decay(s, {1.25, 0.25}, 10), 0.75);
+    EXPECT_EQ(scheduled_weight_decay(s, {0.3, 0.3}, 7), 0.3);
+  }
+  s.weight_decay_kind = WeightDecayKind::kLinear;
+  EXPECT_DOUBLE_EQ(scheduled_weight_decay(s, range, 5), 0.5);
+  s.weight_decay_kind = WeightDecayKind::kCosine;
+  EXPECT_DOUBLE_EQ(scheduled_weight_decay(s, range, 5), 0.25 + 0.5 * (1 - std::sqrt(0.5)));
+}
+
 }  // namespace
 }  // namespace mxopt

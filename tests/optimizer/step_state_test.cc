@@ -9,8 +9,8 @@ namespace mxopt {
 namespace {
 
 constexpr GroupConstants kConstants[] = {{{0.9, 0.95}, 1e-8}, {{0.75, 0.5}, 1e-6}};
-constexpr float kWeightDecay[] = {0.1f, 0.0f};
-constexpr float kLr[] = {1e-3f, 2e-3f, 3e-3f, 5e-3f, 6e-3f, 7e-3f};  // 2 groups x steps 4, 5, 6
+constexpr float kWeightDecay[] = {0.1f, 0.2f, 0.3f, 0.5f, 0.0f, 0.7f};  // as kLr
+constexpr float kLr[] = {1e-3f, 2e-3f, 3e-3f, 5e-3f, 6e-3f, 7e-3f};     // 2 groups x steps 4, 5, 6
 
 /// One step of two ranks that agree, with two groups; the sum of squares is 4.
 struct Step {
@@ -69,11 +69,11 @@ TEST(StepState, ATakenStepSetsTheScalarsOfEveryGroup) {
   EXPECT_EQ(step.scalars[1].eps, 1e-6f);
   EXPECT_EQ(step.scalars[0].lr, 2e-3f);
   EXPECT_EQ(step.scalars[1].lr, 6e-3f);
-  EXPECT_EQ(step.scalars[0].weight_decay, 0.1f);
+  EXPECT_EQ(step.scalars[0].weight_decay, 0.2f);
   EXPECT_EQ(step.scalars[1].weight_decay, 0.0f);
 }
 
-TEST(StepState, StepsBehindTheTableHaveTheLastRate) {
+TEST(StepState, StepsBehindTheTableHaveTheLastRateAndWeightDecay) {
   Step step;
   step.state.taken = 5;
   for (int i = 0; i < 3; ++i) {
@@ -82,6 +82,8 @@ TEST(StepState, StepsBehindTheTableHaveTheLastRate) {
     advance(statistics, step.options, step.table, step.state, step.scalars, step.outcome);
     EXPECT_EQ(step.scalars[0].lr, 3e-3f);
     EXPECT_EQ(step.scalars[1].lr, 7e-3f);
+    EXPECT_EQ(step.scalars[0].weight_decay, 0.3f);
+    EXPECT_EQ(step.scalars[1].weight_decay, 0.7f);
   }
   EXPECT_EQ(step.state.taken, 8);
 }
@@ -130,7 +132,7 @@ TEST(StepState, AStepBehindATableThatGoesOnElsewhereIsNotTaken) {
   step.state.taken = 6;
   step.sign({6, 6});
   step.run();
-  EXPECT_TRUE(step.outcome.is_rate_missing);
+  EXPECT_TRUE(step.outcome.is_step_missing);
   EXPECT_FALSE(step.outcome.taken);
   EXPECT_EQ(step.state.taken, 6);
   EXPECT_EQ(step.state.calls, 6);
