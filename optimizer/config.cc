@@ -176,8 +176,7 @@ void describe_schedule(ConfigSchema& schema, ScheduleConfig& config) {
   schema
       .add("schedule.decay_steps", config.decay_steps, Bounds::at_least(0),
            "Step at which linear, cosine and wsd reach min_lr, and the weight decay its end, warm-up "
-           "included; "
-           "0: the number of steps of the trainer.",
+           "included; 0: the number of steps of the trainer.",
            "steps")
       .alias("lr_decay_iters");
   schema
