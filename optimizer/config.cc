@@ -5,6 +5,7 @@
 #include <utility>
 
 #include "mxopt/optimizer/config_schema.h"
+#include "mxopt/optimizer/schedule.h"
 #include "mxopt/params/check.h"
 
 namespace mxopt {
@@ -26,10 +27,41 @@ void describe_group(ConfigSchema& schema, GroupConfig& group) {
       .alias("pattern")
       .required()
       .not_empty();
+  schema.add("ndim", group.ndim, Bounds::at_least(1).or_zero("any"),
+             "Number of dimensions that a param must have to match.");
   schema.add("name", group.name, "Name of the group in reports; empty: the pattern.");
-  schema.add("lr_mult", group.lr_mult, Bounds::at_least(0), "Factor on the learning rate.").alias("lr_scale");
-  schema.add("weight_decay_mult", group.weight_decay_mult, Bounds::at_least(0), "Factor on the weight decay.")
+  schema
+      .add("lr", group.lr, Bounds::at_least(0),
+           "Peak learning rate of the group; inherit: `optimizer.lr` times lr_mult.")
+      .alias("learning_rate")
+      .alias("max_lr");
+  schema.add("min_lr", group.min_lr, Bounds::at_least(0),
+             "Learning rate at the end of the group's decay; inherit: `schedule.min_lr`, or lr where that is "
+             "less.");
+  schema.add("lr_mult", group.lr_mult, Bounds::at_least(0), "Factor on `optimizer.lr`.").alias("lr_scale");
+  schema
+      .add("weight_decay", group.weight_decay, Bounds::at_least(0),
+           "Weight decay of the group, params of one dimension included; inherit: `optimizer.weight_decay` "
+           "times weight_decay_mult.")
+      .alias("wd");
+  schema
+      .add("weight_decay_mult", group.weight_decay_mult, Bounds::at_least(0),
+           "Factor on `optimizer.weight_decay`, params of one dimension included; inherit: 1, and see "
+           "`optimizer.decay_1d`.")
       .alias("wd_mult");
+  schema
+      .add("betas", group.betas, Bounds::at_least(0).below(1),
+           "Decay rates of the group's moments; inherit: `optimizer.betas`.")
+      .alias("adam_beta1")
+      .alias("adam_beta2")
+      .alias("beta1")
+      .alias("beta2");
+  schema
+      .add("eps", group.eps, Bounds::at_least(0),
+           "Added to the root of the group's second moment; inherit: `optimizer.eps`.")
+      .alias("adam_eps")
+      .alias("adam_epsilon")
+      .alias("epsilon");
   schema.after_load([&group] { group.name = group_name(group); });
 }
 
@@ -52,8 +84,13 @@ void describe_optimizer(ConfigSchema& schema, OptimizerConfig& config) {
       .alias("epsilon");
   schema
       .add("optimizer.weight_decay", config.weight_decay, Bounds::at_least(0),
-           "Strength of the weight decay.")
-      .alias("wd");
+           "Strength of the weight decay; where it has a schedule, at the start.")
+      .alias("wd")
+      .alias("start_weight_decay");
+  schema.add(
+      "optimizer.decay_1d", config.decay_1d,
+      "Whether params of one dimension (biases, norms) decay where their group says nothing about weight "
+      "decay.");
   schema
       .add("optimizer.clip_grad", config.clip_grad, Bounds::at_least(0),
            "Largest global norm of the gradient; 0: no clipping.")
@@ -124,8 +161,10 @@ void describe_schedule(ConfigSchema& schema, ScheduleConfig& config) {
       .add("schedule.kind", config.kind,
            {{"constant", ScheduleKind::kConstant},
             {"linear", ScheduleKind::kLinear},
-            {"cosine", ScheduleKind::kCosine}},
-           "Course of the learning rate after the warm-up.")
+            {"cosine", ScheduleKind::kCosine},
+            {"inverse_sqrt", ScheduleKind::kInverseSqrt},
+            {"wsd", ScheduleKind::kWsd}},
+           "Course of the learning rate after the warm-up; wsd: warm-up, stable, decay.")
       .alias("lr_decay_style")
       .alias("lr_scheduler")
       .alias("lr_scheduler_type");
@@ -136,11 +175,40 @@ void describe_schedule(ConfigSchema& schema, ScheduleConfig& config) {
       .alias("warmup_iters");
   schema
       .add("schedule.decay_steps", config.decay_steps, Bounds::at_least(0),
-           "Step at which min_lr is reached, warm-up included; 0: the number of steps of the trainer.",
+           "Step at which linear, cosine and wsd reach min_lr, and the weight decay its end, warm-up "
+           "included; 0: the number of steps of the trainer.",
            "steps")
       .alias("lr_decay_iters");
-  schema.add("schedule.min_lr", config.min_lr, Bounds::at_least(0), "Learning rate at the end of the decay.")
+  schema
+      .add("schedule.min_lr", config.min_lr, Bounds::at_least(0),
+           "Learning rate at the end of the decay; inverse_sqrt does not fall below it.")
       .alias("min_learning_rate");
+  schema
+      .add("schedule.wsd_decay_steps", config.wsd_decay_steps, Bounds::at_least(0),
+           "Length of the decay of wsd, which ends at decay_steps.", "steps")
+      .alias("lr_wsd_decay_iters")
+      .alias("num_decay_steps");
+  schema
+      .add("schedule.wsd_decay_shape", config.wsd_decay_shape,
+           {{"linear", DecayShape::kLinear},
+            {"cosine", DecayShape::kCosine},
+            {"exponential", DecayShape::kExponential},
+            {"minus_sqrt", DecayShape::kMinusSqrt}},
+           "Course of the decay of wsd.")
+      .alias("lr_wsd_decay_style")
+      .alias("decay_type");
+  schema
+      .add("schedule.weight_decay_kind", config.weight_decay_kind,
+           {{"constant", WeightDecayKind::kConstant},
+            {"linear", WeightDecayKind::kLinear},
+            {"cosine", WeightDecayKind::kCosine}},
+           "Course of the weight decay from `optimizer.weight_decay` to end_weight_decay; groups with a "
+           "weight_decay of their own keep it.")
+      .alias("weight_decay_incr_style");
+  schema.add(
+      "schedule.end_weight_decay", config.end_weight_decay, Bounds::at_least(0),
+      "Weight decay at decay_steps, of which groups have weight_decay_mult times as much; inherit: that "
+      "of the start.");
 }
 
 void describe_parallel(ConfigSchema& schema, ParallelConfig& config) {
@@ -188,37 +256,86 @@ void find_schedule_conflicts(const Config& config, DecaySteps decay_steps, std::
     found.push_back({"schedule.min_lr",
                      is_value("schedule.min_lr", schedule.min_lr) + "at most `optimizer.lr`, " + lr.str()});
   }
-  if (schedule.kind == ScheduleKind::kConstant) return;
+  const bool is_wsd = schedule.kind == ScheduleKind::kWsd;
+  const auto reject_tail = [&](const std::string& allowed) {
+    found.push_back({"schedule.wsd_decay_steps",
+                     is_value("schedule.wsd_decay_steps", schedule.wsd_decay_steps) + allowed});
+  };
+  if (is_wsd && schedule.wsd_decay_steps == 0) {
+    reject_tail("integer >= 1 when `schedule.kind` is wsd");
+  } else if (!is_wsd && schedule.wsd_decay_steps != 0) {
+    reject_tail("0 unless `schedule.kind` is wsd");
+  }
+  const bool has_end = ends_at_decay_steps(schedule.kind);
+  const bool is_decay_scheduled = schedule.weight_decay_kind != WeightDecayKind::kConstant;
+  if (is_decay_scheduled != schedule.end_weight_decay.has_value()) {
+    const std::string key = "schedule.end_weight_decay";
+    found.push_back({key, is_decay_scheduled
+                              ? is_value(key, "inherit") +
+                                    "number >= 0 when `schedule.weight_decay_kind` is linear or cosine"
+                              : is_value(key, *schedule.end_weight_decay) +
+                                    "inherit unless `schedule.weight_decay_kind` is linear or cosine"});
+  }
   if (schedule.decay_steps == 0) {
-    if (decay_steps == DecaySteps::kMayFollow) return;
-    found.push_back({"schedule.decay_steps", is_value("schedule.decay_steps", 0) +
-                                                 "integer >= 1 when `schedule.kind` is linear or cosine"});
+    if (decay_steps == DecaySteps::kMayFollow || (!has_end && !is_decay_scheduled)) return;
+    found.push_back(
+        {"schedule.decay_steps", is_value("schedule.decay_steps", 0) + "integer >= 1 when " +
+                                     (has_end ? "`schedule.kind` is linear, cosine or wsd"
+                                              : "`schedule.weight_decay_kind` is linear or cosine")});
+  } else if (!has_end) {
+    return;
   } else if (schedule.warmup_steps > schedule.decay_steps) {
     found.push_back({"schedule.warmup_steps", is_value("schedule.warmup_steps", schedule.warmup_steps) +
                                                   "at most `schedule.decay_steps`, " +
                                                   std::to_string(schedule.decay_steps)});
+  } else if (is_wsd && schedule.wsd_decay_steps > schedule.decay_steps - schedule.warmup_steps) {
+    reject_tail("at most `schedule.decay_steps` less `schedule.warmup_steps`, " +
+                std::to_string(schedule.decay_steps - schedule.warmup_steps));
   }
 }
 
-void find_group_conflicts(const std::vector<GroupConfig>& groups, std::vector<Conflict>& found) {
+/// Values that contradict each other within one group.
+void find_conflicts_in_group(const GroupConfig& group, const std::string& base, double optimizer_lr,
+                             std::vector<Conflict>& found) {
+  if (group.lr && group.lr_mult != 1) {
+    found.push_back(
+        {base + "lr_mult", is_value(base + "lr_mult", group.lr_mult) + "1 beside `" + base + "lr`"});
+  }
+  if (group.weight_decay && group.weight_decay_mult) {
+    found.push_back(
+        {base + "weight_decay_mult", is_value(base + "weight_decay_mult", *group.weight_decay_mult) +
+                                         "inherit beside `" + base + "weight_decay`"});
+  }
+  const double peak = peak_lr(group, optimizer_lr);
+  if (group.min_lr && *group.min_lr > peak) {
+    std::ostringstream allowed;
+    allowed << "at most the group's peak learning rate, " << peak;
+    found.push_back({base + "min_lr", is_value(base + "min_lr", *group.min_lr) + allowed.str()});
+  }
+}
+
+void find_group_conflicts(const OptimizerConfig& optimizer, std::vector<Conflict>& found) {
   std::set<std::string> names = {"default", "*"};
-  std::set<std::string> patterns;
-  for (std::size_t i = 0; i < groups.size(); ++i) {
+  std::set<std::pair<std::string, std::int64_t>> patterns;
+  for (std::size_t i = 0; i < optimizer.groups.size(); ++i) {
     const std::string base = "optimizer.groups[" + std::to_string(i) + "].";
-    const GroupConfig& group = groups[i];
-    if (!patterns.insert(group.match).second) {
+    const GroupConfig& group = optimizer.groups[i];
+    const bool is_taken = patterns.contains({group.match, 0}) || patterns.contains({group.match, group.ndim});
+    patterns.insert({group.match, group.ndim});
+    if (is_taken) {
       found.push_back({base + "match", is_value(base + "match", group.match) +
                                            "a pattern of its own; an earlier group has this one and wins"});
     } else if (!names.insert(group_name(group)).second) {
       found.push_back({base + "name", is_value(base + "name", group_name(group)) +
                                           "a name that no other group has, and neither default nor *"});
     }
+    find_conflicts_in_group(group, base, optimizer.lr, found);
   }
 }
 
 std::vector<Conflict> find_conflicts(const Config& config, DecaySteps decay_steps) {
   std::vector<Conflict> found;
-  find_group_conflicts(config.optimizer.groups, found);
+  find_group_conflicts(config.optimizer, found);
   const LossScaleConfig& scale = config.optimizer.loss_scale;
   if (scale.kind == LossScaleKind::kDynamic && scale.initial < scale.min) {
     std::ostringstream min;
@@ -291,6 +408,10 @@ Storage resolved_storage(const PrecisionConfig& precision) {
 
 const std::string& group_name(const GroupConfig& group) {
   return group.name.empty() ? group.match : group.name;
+}
+
+double peak_lr(const GroupConfig& group, double optimizer_lr) {
+  return group.lr.value_or(optimizer_lr * group.lr_mult);
 }
 
 void describe(ConfigSchema& schema, Config& config) {

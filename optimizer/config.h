@@ -6,6 +6,7 @@
 
 #include <array>
 #include <cstdint>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -27,7 +28,10 @@ enum class StorageChoice { kRow, kBoth, kAuto };
 /// What the backward pass multiplies with: the stored planes, the high-precision weights, or dequantized row
 /// planes.
 enum class BackwardOverride { kNone, kHighPrecision, kDequantized };
-enum class ScheduleKind { kConstant, kLinear, kCosine };
+enum class ScheduleKind { kConstant, kLinear, kCosine, kInverseSqrt, kWsd };
+/// The tail of a warm-up-stable-decay schedule.
+enum class DecayShape { kLinear, kCosine, kExponential, kMinusSqrt };
+enum class WeightDecayKind { kConstant, kLinear, kCosine };
 /// kAuto: a CUDA device where there is one, else the host.
 enum class DeviceChoice { kAuto, kHost, kCuda };
 /// What the gather after a step moves: the quantized planes, or BF16 values that every rank quantizes itself.
@@ -41,13 +45,19 @@ struct LossScaleConfig {
   std::int64_t hysteresis = 2;          // overflows
 };
 
-/// Hyper-parameters of the params whose name matches. The first matching group wins; a param without one is
-/// in the group "default", whose multipliers are 1.
+/// Hyper-parameters of the params that match. The first matching group wins; a param without one is in the
+/// group "default". What is empty is that of the whole optimizer.
 struct GroupConfig {
   std::string match;  // glob on the param's name
   std::string name;   // empty: the pattern, see group_name()
   double lr_mult = 1;
-  double weight_decay_mult = 1;
+  std::optional<double> weight_decay_mult = std::nullopt;
+  std::int64_t ndim = 0;  // dimensions that a matching param has; 0: any
+  std::optional<double> lr = std::nullopt;
+  std::optional<double> min_lr = std::nullopt;
+  std::optional<double> weight_decay = std::nullopt;
+  std::optional<std::array<double, 2>> betas = std::nullopt;
+  std::optional<double> eps = std::nullopt;
 };
 
 struct OptimizerConfig {
@@ -56,6 +66,7 @@ struct OptimizerConfig {
   std::array<double, 2> betas = {0.9, 0.95};
   double eps = 1e-8;
   double weight_decay = 0.1;
+  bool decay_1d = false;
   double clip_grad = 1.0;  // 0: off
   DType grad_dtype = DType::kFp32;
   DType state_dtype = DType::kFp32;
@@ -78,6 +89,10 @@ struct ScheduleConfig {
   std::int64_t warmup_steps = 0;
   std::int64_t decay_steps = 0;  // warm-up included; 0: the trainer fills in its number of steps
   double min_lr = 0;
+  std::int64_t wsd_decay_steps = 0;  // the last ones before decay_steps
+  DecayShape wsd_decay_shape = DecayShape::kExponential;
+  WeightDecayKind weight_decay_kind = WeightDecayKind::kConstant;
+  std::optional<double> end_weight_decay = std::nullopt;  // at decay_steps
 };
 
 struct ParallelConfig {
@@ -108,6 +123,9 @@ Storage resolved_storage(const PrecisionConfig& precision);
 
 /// The group's name, which is its pattern where none was given.
 const std::string& group_name(const GroupConfig& group);
+
+/// The group's highest learning rate in an optimizer whose own is `optimizer_lr`.
+double peak_lr(const GroupConfig& group, double optimizer_lr);
 
 /// Adds every key of the library to `schema`, bound to `config`, which must outlive it and stay where it is.
 void describe(ConfigSchema& schema, Config& config);

@@ -332,6 +332,41 @@ class NumbersValue : public ConfigValue {
   Bounds bounds_;
 };
 
+/// What `Inner` reads, or the word for "that of another key".
+template <class Value, class Inner>
+class InheritedValue : public ConfigValue {
+ public:
+  InheritedValue(std::optional<Value>& value, Bounds bounds) : value_(value), bounds_(std::move(bounds)) {}
+
+  void read(const ConfigField& field, const std::string& key, const YamlNode& node,
+            ConfigReader& reader) override {
+    value_.reset();
+    if (node.kind == Kind::kScalar && !node.quoted && node.scalar == kInherit) return;
+    Value parsed{};
+    Inner(parsed, bounds_).read(field, key, node, reader);
+    value_ = parsed;
+  }
+  std::string text() const override {
+    if (!value_) return kInherit;
+    Value value = *value_;
+    return Inner(value, bounds_).text();
+  }
+  std::string allowed() const override {
+    Value value{};
+    return Inner(value, bounds_).allowed() + ", or " + kInherit;
+  }
+  bool is_allowed() const override {
+    if (!value_) return true;
+    Value value = *value_;
+    return Inner(value, bounds_).is_allowed();
+  }
+
+ private:
+  static constexpr const char* kInherit = "inherit";
+  std::optional<Value>& value_;
+  Bounds bounds_;
+};
+
 class TextsValue : public ConfigValue {
  public:
   explicit TextsValue(std::vector<std::string>& value) : value_(value) {}
@@ -688,6 +723,21 @@ ConfigField& ConfigSchema::add(std::string key, std::span<double> values, Bounds
                                std::string unit) {
   return add_value(std::move(key), std::make_unique<NumbersValue>(values, std::move(bounds)), std::move(doc),
                    std::move(unit));
+}
+
+ConfigField& ConfigSchema::add(std::string key, std::optional<double>& value, Bounds bounds, std::string doc,
+                               std::string unit) {
+  return add_value(std::move(key),
+                   std::make_unique<InheritedValue<double, NumberValue<double>>>(value, std::move(bounds)),
+                   std::move(doc), std::move(unit));
+}
+
+ConfigField& ConfigSchema::add(std::string key, std::optional<std::array<double, 2>>& values, Bounds bounds,
+                               std::string doc, std::string unit) {
+  return add_value(
+      std::move(key),
+      std::make_unique<InheritedValue<std::array<double, 2>, NumbersValue>>(values, std::move(bounds)),
+      std::move(doc), std::move(unit));
 }
 
 ConfigField& ConfigSchema::add_choice(std::string key, ConfigChoice choice, std::string doc) {

@@ -130,6 +130,12 @@ class ConfigSchema {
   ConfigField& add(std::string key, std::span<double> values, Bounds bounds, std::string doc,
                    std::string unit = {});
 
+  /// Values that another key stands in for while they are empty, which is written `inherit`; `doc` names it.
+  ConfigField& add(std::string key, std::optional<double>& value, Bounds bounds, std::string doc,
+                   std::string unit = {});
+  ConfigField& add(std::string key, std::optional<std::array<double, 2>>& values, Bounds bounds,
+                   std::string doc, std::string unit = {});
+
   template <std::size_t N>
   ConfigField& add(std::string key, std::array<double, N>& values, Bounds bounds, std::string doc,
                    std::string unit = {}) {

@@ -71,8 +71,14 @@ auto guarded(Communicator& comm, const Body& body) {
   }
 }
 
-/// Entries of a device's table of learning rates; where the schedule is longer, it is sent in pieces.
-constexpr std::int64_t kMostLrSteps = 1 << 16;
+/// Steps in a device's table of learning rates and weight decays; where a schedule is longer, it is sent in
+/// pieces.
+constexpr std::int64_t kMostTableSteps = 1 << 16;
+
+/// The first step from which on learning rates and weight decays stay.
+std::int64_t last_change(const ScheduleConfig& schedule) {
+  return std::max(last_lr_change(schedule), last_weight_decay_change(schedule));
+}
 
 /// The report of a step that a graph repeats.
 class CapturedStep final : public StepReport::Source {
@@ -101,13 +107,12 @@ class DistributedAdam::Impl {
         segments_(layout().segments(comm.rank())),
         segment_of_(layout().params().size(), -1),
         kernels_(StepKernels::make(
-            make_step_tables(layout(), storage_, param_sync_, plan_.groups.group_of, comm.rank()), device,
+            make_step_tables(layout(), storage_, param_sync_, plan_.groups.part_of, comm.rank()), device,
             allocator_)),
         coverage_(layout().params().size()),
-        betas_(config.optimizer.betas),
-        lr_steps_(device.kind == DeviceKind::kHost ? 1
-                                                   : std::min(last_lr_change(config.schedule), kMostLrSteps)),
-        scalars_(group_count(), lr_steps_, initial_state(), device, allocator_),
+        table_steps_(
+            device.kind == DeviceKind::kHost ? 1 : std::min(last_change(config.schedule), kMostTableSteps)),
+        scalars_(part_count(), table_steps_, initial_state(), device, allocator_),
         reports_(device, param_count(),
                  [this](StepRecord& record, const StepOutcome& outcome, auto status) {
                    complete_record(record, outcome, status);
@@ -253,7 +258,7 @@ class DistributedAdam::Impl {
     const bool captured = is_capturing(device_, stream);
     if (captured) {
       reports_.settle();
-      MXOPT_CHECK(!are_groups_changed_ && !is_taken_set_ && !is_next_rate_missing(),
+      MXOPT_CHECK(!are_groups_changed_ && !is_taken_set_ && !is_next_step_missing(),
                   "step: a step is being captured while changed hyper-parameters were not sent to the device "
                   "yet; call step() once before the capture");
     }
@@ -281,7 +286,7 @@ class DistributedAdam::Impl {
 
     guarded(comm_, [&] {
       kernels_->clear(param_sync_.scales_to_clear(SyncScope::kTrainable), memory.outcome, stream);
-      kernels_->fused_update({memory.scalars, group_names_.size()}, memory.outcome, stream);
+      kernels_->fused_update({memory.scalars, plan_.groups.parts.size()}, memory.outcome, stream);
       record.ms.update = clock.lap();
       grad_sync_.reset(stream);
       share_written(SyncScope::kTrainable, stream, &record.ms, memory.outcome);
@@ -293,7 +298,7 @@ class DistributedAdam::Impl {
       return StepReport(std::make_shared<CapturedStep>());
     }
     record.launches = kernels_->take_launches() + param_sync_.take_launches();
-    record.lr = plan_.groups.groups[0].peak_lr;  // until the step is known
+    record.lr = plan_.groups.groups[0].lr.peak;  // until the step is known
     return guarded(comm_, [&] {
       StepReport report = reports_.add(std::move(record), memory.outcome, param_sync_.status(),
                                        param_sync_.reduced(), stream);
@@ -307,7 +312,7 @@ class DistributedAdam::Impl {
     MXOPT_CHECK(published_, "last_report: no step was made yet");
     guarded(comm_, [&] { reports_.make_room(); });
     StepRecord record;
-    record.lr = plan_.groups.groups[0].peak_lr;
+    record.lr = plan_.groups.groups[0].lr.peak;
     return guarded(comm_, [&] {
       last_.join(stream);
       StepReport report =
@@ -346,24 +351,30 @@ class DistributedAdam::Impl {
   void set_lr(std::string_view group, double value) {
     MXOPT_CHECK(std::isfinite(value) && value >= 0,
                 "set_lr: " << value << " for group '" << group << "'; allowed: >= 0");
-    for_groups(group, [&](ParamGroup& g) { g.peak_lr = value; });
+    for_groups(group, [&](ParamGroup& g) { g.lr.peak = value; });
   }
 
   void set_weight_decay(std::string_view group, double value) {
     MXOPT_CHECK(std::isfinite(value) && value >= 0,
                 "set_weight_decay: " << value << " for group '" << group << "'; allowed: >= 0");
-    for_groups(group, [&](ParamGroup& g) { g.weight_decay = value; });
+    MXOPT_CHECK(group == "*" || plan_.groups.find(group).has_decay,
+                "set_weight_decay: the params of group '"
+                    << group
+                    << "' have one dimension and no weight decay; allowed with optimizer.decay_1d, or "
+                    << "weight_decay or weight_decay_mult in the group");
+    for_groups(group, [&](ParamGroup& g) { g.weight_decay = {value, value}; });
   }
 
-  void set_betas(double beta1, double beta2) {
+  void set_betas(std::string_view group, double beta1, double beta2) {
     for (double beta : {beta1, beta2}) {
-      MXOPT_CHECK(beta >= 0 && beta < 1, "set_betas: " << beta << "; allowed: 0 <= beta < 1");
+      MXOPT_CHECK(beta >= 0 && beta < 1,
+                  "set_betas: " << beta << " for group '" << group << "'; allowed: 0 <= beta < 1");
     }
-    betas_ = {beta1, beta2};
+    for_groups(group, [&](ParamGroup& g) { g.betas = {beta1, beta2}; });
   }
 
  private:
-  static std::size_t index(int param) { return static_cast<std::size_t>(param); }
+  static std::size_t index(int number) { return static_cast<std::size_t>(number); }
   std::int64_t param_count() const { return static_cast<std::int64_t>(layout().params().size()); }
   int storage_param(std::string_view name) const { return layout().storage_of(layout().find(name)); }
 
@@ -423,7 +434,7 @@ class DistributedAdam::Impl {
   }
 
   bool is_host() const { return device_.kind == DeviceKind::kHost; }
-  int group_count() const { return static_cast<int>(plan_.groups.groups.size()); }
+  int part_count() const { return static_cast<int>(plan_.groups.parts.size()); }
 
   StepState initial_state() const {
     StepState state;
@@ -435,9 +446,6 @@ class DistributedAdam::Impl {
   StepOptions step_options() const {
     const OptimizerConfig& optimizer = config_.optimizer;
     StepOptions options;
-    options.betas[0] = betas_[0];
-    options.betas[1] = betas_[1];
-    options.eps = optimizer.eps;
     options.max_norm = optimizer.clip_grad;
     options.decoupled = optimizer.kind == AdamKind::kAdamW;
     options.loss_scale_kind = optimizer.loss_scale.kind;
@@ -446,53 +454,62 @@ class DistributedAdam::Impl {
     options.hysteresis = optimizer.loss_scale.hysteresis;
     options.hash = options_hash();
     options.world_size = comm_.size();
-    options.groups = group_count();
+    options.groups = part_count();
     return options;
   }
 
-  /// What the user changed since the last step. A device has a table of rates, of the whole schedule or of a
+  /// What the user changed since the last step. A device has a table of the whole schedules or of a
   /// piece that is long enough, since the host does not know which step it will take; on the host the next
   /// one is known and enough.
   void tell_changes(StreamRef stream) {
     if (is_taken_set_) scalars_.set_taken(steps_taken_, stream);
-    if (!is_host() && !are_groups_changed_ && !is_taken_set_ && !is_next_rate_missing()) return;
+    if (!is_host() && !are_groups_changed_ && !is_taken_set_ && !is_next_step_missing()) return;
     is_taken_set_ = false;
     are_groups_changed_ = false;
-    const std::int64_t last_change = last_lr_change(config_.schedule);
-    first_lr_step_ = is_host() || last_change > lr_steps_ ? steps_taken_ + 1 : 1;
+    const std::int64_t last = last_change(config_.schedule);
+    first_table_step_ = is_host() || last > table_steps_ ? steps_taken_ + 1 : 1;
+    std::vector<GroupConstants> constants;
     std::vector<float> weight_decay, lr;
-    for (const ParamGroup& group : plan_.groups.groups) {
-      weight_decay.push_back(static_cast<float>(group.weight_decay));
-      for (std::int64_t i = 0; i < lr_steps_; ++i) {
-        lr.push_back(static_cast<float>(scheduled_lr(config_.schedule, group.peak_lr, first_lr_step_ + i)));
+    for (const GroupPart& part : plan_.groups.parts) {
+      const ParamGroup& group = plan_.groups.groups[index(part.group)];
+      constants.push_back({{group.betas[0], group.betas[1]}, group.eps});
+      for (std::int64_t step = first_table_step_; step < first_table_step_ + table_steps_; ++step) {
+        lr.push_back(static_cast<float>(scheduled_lr(config_.schedule, group.lr, step)));
+        const double decay = scheduled_weight_decay(config_.schedule, group.weight_decay, step);
+        weight_decay.push_back(part.has_decay ? static_cast<float>(decay) : 0);
       }
     }
-    is_last_lr_kept_ = first_lr_step_ + lr_steps_ > last_change;
-    scalars_.set_groups(weight_decay, lr, first_lr_step_, is_last_lr_kept_, stream);
+    is_last_step_kept_ = first_table_step_ + table_steps_ > last;
+    scalars_.set_groups({constants, weight_decay, lr, first_table_step_, is_last_step_kept_}, stream);
   }
 
   /// Whether the table could end before the next step: the host knows the taken steps of complete reports
   /// only.
-  bool is_next_rate_missing() const {
-    return !is_last_lr_kept_ &&
-           steps_taken_ + StepReports::depth_of(device_) + 1 >= first_lr_step_ + lr_steps_;
+  bool is_next_step_missing() const {
+    return !is_last_step_kept_ &&
+           steps_taken_ + StepReports::depth_of(device_) + 1 >= first_table_step_ + table_steps_;
   }
 
   std::vector<LayoutField> option_fields() const {
     std::ostringstream text;
-    text << std::hexfloat << "betas " << betas_[0] << ' ' << betas_[1] << "\nsteps_taken " << steps_taken_
-         << '\n';
+    text << std::hexfloat << "steps_taken " << steps_taken_ << '\n';
     for (const ParamGroup& group : plan_.groups.groups) {
-      text << "group '" << group.name << "' lr " << group.peak_lr << " weight_decay " << group.weight_decay
-           << '\n';
+      const std::string name = "group '" + group.name + "' ";
+      text << name << "lr " << group.lr.peak << " min_lr " << group.lr.floor << '\n'
+           << name << "weight_decay " << group.weight_decay.start << " end_weight_decay "
+           << group.weight_decay.end << '\n'
+           << name << "betas " << group.betas[0] << ' ' << group.betas[1] << " eps " << group.eps << '\n';
     }
     return {{"hyper-parameters of the next step", text.str()}};
   }
 
   std::int64_t options_hash() const {
-    std::uint64_t hash = hash_number(betas_[1], hash_number(betas_[0], 1));
+    std::uint64_t hash = 1;
     for (const ParamGroup& group : plan_.groups.groups) {
-      hash = hash_number(group.weight_decay, hash_number(group.peak_lr, hash));
+      for (const double value : {group.lr.peak, group.lr.floor, group.weight_decay.start,
+                                 group.weight_decay.end, group.betas[0], group.betas[1], group.eps}) {
+        hash = hash_number(value, hash);
+      }
     }
     return static_cast<std::int64_t>(hash);
   }
@@ -514,7 +531,8 @@ class DistributedAdam::Impl {
     record.clip_factor = outcome.clip_factor;
     record.loss_scale = outcome.loss_scale;
     record.next_loss_scale = after.loss_scale.scale;
-    record.lr = scheduled_lr(config_.schedule, record.lr, outcome.taken ? after.taken : after.taken + 1);
+    record.lr = scheduled_lr(config_.schedule, {record.lr, config_.schedule.min_lr},
+                             outcome.taken ? after.taken : after.taken + 1);
     record.nonfinite_gradient_params = names_with_status(status, kStatusNonFiniteGradient);
     record.nonfinite_master_params = names_with_status(status, kStatusNonFiniteMaster);
 
@@ -525,11 +543,11 @@ class DistributedAdam::Impl {
           "before the same step. This rank: " +
           option_fields().front().text);
     }
-    if (outcome.is_rate_missing) {
+    if (outcome.is_step_missing) {
       throw ContractError(
-          "step: the replays of a captured step went on behind the " + std::to_string(lr_steps_) +
-          " learning rates that the device has, so the step was not taken; capture again after a "
-          "call of step()");
+          "step: the replays of a captured step went on behind the " + std::to_string(table_steps_) +
+          " steps for which the device has learning rates and weight decays, so the step was not taken; "
+          "capture again after a call of step()");
     }
     const std::int64_t limit = config_.optimizer.max_consecutive_skips;
     if (limit > 0 && after.consecutive_skips >= limit) {
@@ -561,16 +579,15 @@ class DistributedAdam::Impl {
   std::vector<int> segment_of_;  // [params] index into segments_, -1 for none
   std::unique_ptr<StepKernels> kernels_;
   std::vector<InitialCoverage> coverage_;  // [params]
-  std::array<double, 2> betas_;
-  std::int64_t lr_steps_;
+  std::int64_t table_steps_;
   StepScalars scalars_;
   StepReports reports_;
   std::vector<std::string> group_names_;
   ConstructionReport report_;
   Event last_;  // the end of the newest call that enqueued work
   bool published_ = false;
-  std::int64_t first_lr_step_ = 1;
-  bool is_last_lr_kept_ = true;
+  std::int64_t first_table_step_ = 1;
+  bool is_last_step_kept_ = true;
   bool are_groups_changed_ = true;
   bool is_taken_set_ = false;
   std::int64_t steps_taken_ = 0, calls_ = 0;  // of the newest report that is complete
@@ -668,7 +685,10 @@ void DistributedAdam::set_weight_decay(std::string_view group, double value) {
   impl_->set_weight_decay(group, value);
 }
 void DistributedAdam::set_betas(double beta1, double beta2) {
-  impl_->set_betas(beta1, beta2);
+  impl_->set_betas("*", beta1, beta2);
+}
+void DistributedAdam::set_betas(std::string_view group, double beta1, double beta2) {
+  impl_->set_betas(group, beta1, beta2);
 }
 std::int64_t DistributedAdam::steps_taken() const {
   return impl_->steps_taken();

@@ -104,8 +104,8 @@ class DistributedAdam {
   /// hyper-parameters, or when optimizer.max_consecutive_skips is reached. On a device the last two
   /// are found out later: they are thrown when the report is read, and by the call 8 steps on.
   /// On a device a step may be captured in a CUDA graph, when one was made before and is complete, and the
-  /// transport can be captured: learning rates, loss scale and counters are in device memory and go on with
-  /// each replay.
+  /// transport can be captured: learning rates, weight decays, loss scale and counters are in device memory
+  /// and go on with each replay.
   StepReport step(StreamRef stream = {});
   /// The newest step that was enqueued on `stream`, for replays of a captured one: without its launches and
   /// times.
@@ -126,9 +126,12 @@ class DistributedAdam {
   /// Group names: "default" first, then those of the configuration, in order.
   std::span<const std::string> groups() const;
   /// Take effect at the next step; every rank must set the same values before it. Group "*" means all.
-  void set_lr(std::string_view group, double value);  // before the schedule's factor; replaces lr * lr_mult
+  void set_lr(std::string_view group, double value);  // the peak of the group's schedule
+  /// The value stays, whatever schedule the group's weight decay had. Not for the params of one dimension
+  /// that are left without decay, see optimizer.decay_1d. Throws ContractError when the group has no others.
   void set_weight_decay(std::string_view group, double value);
-  void set_betas(double beta1, double beta2);
+  void set_betas(double beta1, double beta2);  // of all groups
+  void set_betas(std::string_view group, double beta1, double beta2);
 
   /// Taken steps, as far as reports were made: after replays of a captured step, read last_report() first.
   /// Setting it is for trainers with their own checkpoints; every rank must set the same.

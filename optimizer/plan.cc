@@ -41,7 +41,7 @@ Plan make_plan(std::vector<ParamSpec> specs, const Config& config, const Communi
   options.default_storage = resolved_storage(config.precision);
   options.fallback = config.precision.fallback;
   Layout layout(std::move(specs), options);
-  ParamGroups groups = make_param_groups(config.optimizer, layout.params());
+  ParamGroups groups = make_param_groups(config, layout.params());
   return {std::move(layout), std::move(groups)};
 }
 

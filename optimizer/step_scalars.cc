@@ -25,7 +25,7 @@ class Pieces {
 
 }  // namespace
 
-StepScalars::StepScalars(int groups, std::int64_t lr_steps, const StepState& initial, Device device,
+StepScalars::StepScalars(int groups, std::int64_t steps, const StepState& initial, Device device,
                          std::shared_ptr<Allocator> allocator)
     : device_(device) {
   const auto lay_out = [&](std::uint8_t* base) {
@@ -34,25 +34,28 @@ StepScalars::StepScalars(int groups, std::int64_t lr_steps, const StepState& ini
     memory_.state = pieces.take<StepState>(base, 1);
     memory_.outcome = pieces.take<StepOutcome>(base, 1);
     memory_.scalars = pieces.take<AdamScalars>(base, groups);
-    memory_.table.weight_decay = weight_decay_ = pieces.take<float>(base, groups);
-    memory_.table.lr = lr_ = pieces.take<float>(base, groups * lr_steps);
+    memory_.table.constants = constants_ = pieces.take<GroupConstants>(base, groups);
+    memory_.table.weight_decay = weight_decay_ = pieces.take<float>(base, groups * steps);
+    memory_.table.lr = lr_ = pieces.take<float>(base, groups * steps);
     return pieces.used();
   };
   buffer_ = Buffer(lay_out(nullptr), device, std::move(allocator));
   lay_out(buffer_.data());
-  memory_.table.lr_steps = lr_steps;
+  memory_.table.steps = steps;
   const Stream setup(device);
   copy_bytes(memory_.state, &initial, sizeof(initial), device_, setup.ref());
   synchronize(device_, setup.ref());
 }
 
-void StepScalars::set_groups(std::span<const float> weight_decay, std::span<const float> lr,
-                             std::int64_t first_lr_step, bool is_last_kept, StreamRef stream) {
-  memory_.table.first_lr_step = first_lr_step;
-  memory_.table.is_last_kept = is_last_kept;
-  copy_bytes(weight_decay_, weight_decay.data(), static_cast<std::int64_t>(weight_decay.size_bytes()),
-             device_, stream);
-  copy_bytes(lr_, lr.data(), static_cast<std::int64_t>(lr.size_bytes()), device_, stream);
+void StepScalars::set_groups(const GroupValues& values, StreamRef stream) {
+  memory_.table.first_step = values.first_step;
+  memory_.table.is_last_kept = values.is_last_kept;
+  const auto send = [&](auto* to, auto from) {
+    copy_bytes(to, from.data(), static_cast<std::int64_t>(from.size_bytes()), device_, stream);
+  };
+  send(constants_, values.constants);
+  send(weight_decay_, values.weight_decay);
+  send(lr_, values.lr);
 }
 
 void StepScalars::set_taken(std::int64_t taken, StreamRef stream) {

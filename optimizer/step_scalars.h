@@ -11,10 +11,19 @@
 
 namespace mxopt {
 
+/// What the table of groups is to hold, see GroupTable.
+struct GroupValues {
+  std::span<const GroupConstants> constants;  // [groups]
+  std::span<const float> weight_decay;        // [groups][steps]
+  std::span<const float> lr;                  // [groups][steps]
+  std::int64_t first_step = 1;
+  bool is_last_kept = true;
+};
+
 class StepScalars {
  public:
-  /// lr_steps  entries of each group's table of learning rates.
-  StepScalars(int groups, std::int64_t lr_steps, const StepState& initial, Device device,
+  /// steps  entries of the table for each group and scheduled value.
+  StepScalars(int groups, std::int64_t steps, const StepState& initial, Device device,
               std::shared_ptr<Allocator> allocator);
 
   const StepMemory& memory() const { return memory_; }
@@ -25,17 +34,14 @@ class StepScalars {
 
   // In the order of the stream; the arguments may be gone when the call returns.
 
-  /// weight_decay  [groups]
-  /// lr            [groups][lr_steps], of the taken steps from first_lr_step on
-  /// is_last_kept  the last rate is that of all later steps
-  void set_groups(std::span<const float> weight_decay, std::span<const float> lr, std::int64_t first_lr_step,
-                  bool is_last_kept, StreamRef stream);
+  void set_groups(const GroupValues& values, StreamRef stream);
   void set_taken(std::int64_t taken, StreamRef stream);
 
  private:
   Device device_;
   Buffer buffer_;
   StepMemory memory_;
+  GroupConstants* constants_ = nullptr;
   float* weight_decay_ = nullptr;
   float* lr_ = nullptr;
 };

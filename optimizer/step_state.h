@@ -25,8 +25,6 @@ struct StepState {
 
 /// What the host tells a step. Changes take effect at the next one.
 struct StepOptions {
-  double betas[2] = {0, 0};
-  double eps = 0;
   double max_norm = 0;  // 0: no clipping
   bool decoupled = true;
   LossScaleKind loss_scale_kind = LossScaleKind::kNone;
@@ -38,19 +36,26 @@ struct StepOptions {
   int groups = 0;
 };
 
-/// Learning rates and weight decays of the groups, in the optimizer's memory.
-struct GroupTable {
-  const float* weight_decay = nullptr;  // [groups]
-  const float* lr = nullptr;            // [groups][lr_steps], of the taken steps from first_lr_step on
-  std::int64_t first_lr_step = 1;
-  std::int64_t lr_steps = 1;
-  bool is_last_kept = true;  // later steps have the last rate
+struct GroupConstants {
+  double betas[2] = {0, 0};
+  double eps = 0;
+};
 
-  MXOPT_HD bool has_rate(std::int64_t step) const { return is_last_kept || step - first_lr_step < lr_steps; }
-  MXOPT_HD float lr_of(int group, std::int64_t step) const {
-    const std::int64_t last = lr_steps - 1;
-    const std::int64_t at = step - first_lr_step;
-    return lr[group * lr_steps + (at < last ? at : last)];
+/// Hyper-parameters of the groups, in the optimizer's memory. Those of a schedule are there for each of the
+/// taken steps from first_step on.
+struct GroupTable {
+  const GroupConstants* constants = nullptr;  // [groups]
+  const float* weight_decay = nullptr;        // [groups][steps]
+  const float* lr = nullptr;                  // [groups][steps]
+  std::int64_t first_step = 1;
+  std::int64_t steps = 1;
+  bool is_last_kept = true;  // later steps have the values of the last one
+
+  MXOPT_HD bool has_step(std::int64_t step) const { return is_last_kept || step - first_step < steps; }
+  MXOPT_HD std::int64_t index_of(int group, std::int64_t step) const {
+    const std::int64_t last = steps - 1;
+    const std::int64_t at = step - first_step;
+    return group * steps + (at < last ? at : last);
   }
 };
 
@@ -59,7 +64,7 @@ struct StepOutcome {
   bool taken = false;
   // Why a step could be neither taken nor skipped; nothing was changed then:
   bool options_differ = false;   // ranks were told different things
-  bool is_rate_missing = false;  // the table of learning rates ends before this step
+  bool is_step_missing = false;  // the table of the groups ends before this step
   StepState after;
   double loss_scale = 1;  // used for this step's gradients
   double grad_norm = 0;
@@ -84,8 +89,8 @@ MXOPT_HD void advance(StepStatistics& reduced, const StepOptions& options, const
   outcome.options_differ = static_cast<std::uint64_t>(reduced.options_hash) !=
                            static_cast<std::uint64_t>(options.world_size) *
                                static_cast<std::uint64_t>(agreement_hash(options.hash, state.taken));
-  outcome.is_rate_missing = !table.has_rate(state.taken + 1);
-  const bool is_void = outcome.options_differ || outcome.is_rate_missing;
+  outcome.is_step_missing = !table.has_step(state.taken + 1);
+  const bool is_void = outcome.options_differ || outcome.is_step_missing;
   const StepDecision decision = decide(reduced, state.loss_scale.scale, options.max_norm);
   outcome.taken = decision.take && !is_void;
   outcome.grad_norm = decision.grad_norm;
@@ -104,20 +109,22 @@ MXOPT_HD void advance(StepStatistics& reduced, const StepOptions& options, const
   outcome.after = state;
   if (!outcome.taken) return;
 
-  AdamScalars common;
-  common.beta1 = static_cast<float>(options.betas[0]);
-  common.beta2 = static_cast<float>(options.betas[1]);
-  common.omb1 = static_cast<float>(1.0 - options.betas[0]);
-  common.omb2 = static_cast<float>(1.0 - options.betas[1]);
-  common.bc1 = static_cast<float>(1.0 - integer_power(options.betas[0], state.taken));
-  common.bc2 = static_cast<float>(1.0 - integer_power(options.betas[1], state.taken));
-  common.eps = static_cast<float>(options.eps);
-  common.grad_factor = decision.grad_factor;
-  common.decoupled = options.decoupled;
   for (int group = 0; group < options.groups; ++group) {
-    scalars[group] = common;
-    scalars[group].lr = table.lr_of(group, state.taken);
-    scalars[group].weight_decay = table.weight_decay[group];
+    const GroupConstants& constants = table.constants[group];
+    AdamScalars s;
+    s.beta1 = static_cast<float>(constants.betas[0]);
+    s.beta2 = static_cast<float>(constants.betas[1]);
+    s.omb1 = static_cast<float>(1.0 - constants.betas[0]);
+    s.omb2 = static_cast<float>(1.0 - constants.betas[1]);
+    s.bc1 = static_cast<float>(1.0 - integer_power(constants.betas[0], state.taken));
+    s.bc2 = static_cast<float>(1.0 - integer_power(constants.betas[1], state.taken));
+    s.eps = static_cast<float>(constants.eps);
+    const std::int64_t at = table.index_of(group, state.taken);
+    s.lr = table.lr[at];
+    s.weight_decay = table.weight_decay[at];
+    s.grad_factor = decision.grad_factor;
+    s.decoupled = options.decoupled;
+    scalars[group] = s;
   }
 }
 

@@ -153,8 +153,9 @@ class StepParts {
                                  comm.rank())),
         kernels_(StepKernels::make(tables_, comm.device())),
         scalars_(1, 1, initial_state(), comm.device(), allocator()) {
+    const GroupConstants constants = {{0.9, 0.95}, 1e-8};
     const float weight_decay = 0.1f, lr = 3e-4f;
-    scalars_.set_groups({&weight_decay, 1}, {&lr, 1}, 1, true, stream);
+    scalars_.set_groups({{&constants, 1}, {&weight_decay, 1}, {&lr, 1}}, stream);
     const bench::RandomValues masters(DType::kFp32, 0, comm.device(), stream);
     const bench::RandomValues grads(grad_dtype, 0, comm.device(), stream);
     for (const SegmentRow& row : tables_.segments) {
@@ -269,9 +270,6 @@ class StepParts {
   }
   StepOptions step_options() const {
     StepOptions options;
-    options.betas[0] = 0.9;
-    options.betas[1] = 0.95;
-    options.eps = 1e-8;
     options.max_norm = 1;
     options.world_size = comm_.size();
     options.groups = 1;

@@ -4,6 +4,7 @@
 #include <cstdint>
 #include <fstream>
 #include <limits>
+#include <optional>
 #include <string>
 #include <utility>
 #include <vector>
@@ -551,6 +552,37 @@ TEST(Bounds, TestAndDescribeTheirEnds) {
     EXPECT_FALSE(row.bounds.allows(std::numeric_limits<double>::infinity()));
     EXPECT_FALSE(row.bounds.allows(std::numeric_limits<double>::quiet_NaN()));
   }
+}
+
+TEST(ConfigSchema, AnEmptyValueIsWrittenInherit) {
+  std::optional<double> rate;
+  std::optional<std::array<double, 2>> range;
+  ConfigSchema schema;
+  schema.add("rate", rate, Bounds::at_least(0), "A rate; inherit: another.");
+  schema.add("range", range, Bounds::at_least(-9).below(1), "A range; inherit: another.");
+  EXPECT_EQ(schema.to_yaml(), "rate: inherit  # default\nrange: inherit  # default\n");
+  schema.load_text("{rate: 0, range: [-1, 0.5]}", "a.yaml");
+  EXPECT_EQ(rate, 0.0);
+  EXPECT_EQ(range, (std::array<double, 2>{-1, 0.5}));
+  EXPECT_EQ(schema.to_yaml(), "rate: 0  # a.yaml:1:8\nrange: [-1, 0.5]  # a.yaml:1:18\n");
+  schema.load_text("{rate: inherit, range: inherit}", "a.yaml");
+  EXPECT_EQ(rate, std::nullopt);
+  EXPECT_EQ(range, std::nullopt);
+
+  const auto error = [&](const std::string& text) {
+    return thrown_message<ConfigError>([&] { schema.load_text(text, "a.yaml"); });
+  };
+  EXPECT_EQ(error("rate: 'inherit'"),
+            "a.yaml:1:7: `rate` is \"inherit\" (quoted, and so text); allowed: number >= 0, or inherit");
+  EXPECT_EQ(error("rate: -1"), "a.yaml:1:7: `rate` is -1; allowed: number >= 0, or inherit");
+  EXPECT_EQ(error("range: 0"), "a.yaml:1:8: `range` is 0; allowed: list of 2 numbers in [-9, 1), or inherit");
+  EXPECT_EQ(error("range: [0, 1]"),
+            "a.yaml:1:12: `range[1]` is 1; allowed: list of 2 numbers in [-9, 1), or inherit");
+  rate = -1;
+  range = {0, 1};
+  EXPECT_EQ(schema.problems(), (std::vector<std::string>{
+                                   "`rate` is -1; allowed: number >= 0, or inherit",
+                                   "`range` is [0, 1]; allowed: list of 2 numbers in [-9, 1), or inherit"}));
 }
 
 }  // namespace

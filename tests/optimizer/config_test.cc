@@ -87,6 +87,7 @@ TEST_F(ConfigFile, EmptyMapGivesTheDefaults) {
   EXPECT_EQ(config.optimizer.betas, (std::array<double, 2>{0.9, 0.95}));
   EXPECT_EQ(config.optimizer.eps, 1e-8);
   EXPECT_EQ(config.optimizer.weight_decay, 0.1);
+  EXPECT_FALSE(config.optimizer.decay_1d);
   EXPECT_EQ(config.optimizer.clip_grad, 1.0);
   EXPECT_EQ(config.optimizer.grad_dtype, DType::kFp32);
   EXPECT_EQ(config.optimizer.state_dtype, DType::kFp32);
@@ -107,6 +108,10 @@ TEST_F(ConfigFile, EmptyMapGivesTheDefaults) {
   EXPECT_EQ(config.schedule.warmup_steps, 0);
   EXPECT_EQ(config.schedule.decay_steps, 0);
   EXPECT_EQ(config.schedule.min_lr, 0);
+  EXPECT_EQ(config.schedule.wsd_decay_steps, 0);
+  EXPECT_EQ(config.schedule.wsd_decay_shape, DecayShape::kExponential);
+  EXPECT_EQ(config.schedule.weight_decay_kind, WeightDecayKind::kConstant);
+  EXPECT_EQ(config.schedule.end_weight_decay, std::nullopt);
   EXPECT_EQ(config.parallel.transport, Transport::kAuto);
   EXPECT_EQ(config.parallel.device, DeviceChoice::kAuto);
   EXPECT_EQ(config.parallel.timeout_s, 100);
@@ -124,6 +129,7 @@ optimizer:
   betas: [0.8, 0.999]
   eps: 1e-6
   weight_decay: 0
+  decay_1d: true
   clip_grad: 0.5
   grad_dtype: bf16
   state_dtype: fp32
@@ -141,6 +147,13 @@ optimizer:
       weight_decay_mult: 0
     - match: "embed*"
       lr_mult: 0.5
+    - match: "head*"
+      ndim: 2
+      lr: 5e-4
+      min_lr: 5e-5
+      weight_decay: 0.01
+      betas: [0.7, 0.9]
+      eps: 1e-7
 precision:
   weights: bf16
   storage: row
@@ -148,10 +161,14 @@ precision:
   fallback: error
   scale_layout: gemm
 schedule:
-  kind: cosine
+  kind: wsd
   warmup_steps: 10
   decay_steps: 200
   min_lr: 1e-5
+  wsd_decay_steps: 40
+  wsd_decay_shape: minus_sqrt
+  weight_decay_kind: linear
+  end_weight_decay: 0.25
 parallel:
   transport: mpi
   device: host
@@ -168,6 +185,7 @@ TEST_F(ConfigFile, EveryKeyReachesItsField) {
   EXPECT_EQ(config.optimizer.betas, (std::array<double, 2>{0.8, 0.999}));
   EXPECT_EQ(config.optimizer.eps, 1e-6);
   EXPECT_EQ(config.optimizer.weight_decay, 0);
+  EXPECT_TRUE(config.optimizer.decay_1d);
   EXPECT_EQ(config.optimizer.clip_grad, 0.5);
   EXPECT_EQ(config.optimizer.grad_dtype, DType::kBf16);
   EXPECT_EQ(config.optimizer.bucket_elems, 4'000'000);
@@ -177,22 +195,36 @@ TEST_F(ConfigFile, EveryKeyReachesItsField) {
   EXPECT_EQ(config.optimizer.loss_scale.min, 2);
   EXPECT_EQ(config.optimizer.loss_scale.growth_interval, 100);
   EXPECT_EQ(config.optimizer.loss_scale.hysteresis, 1);
-  ASSERT_EQ(config.optimizer.groups.size(), 2U);
+  ASSERT_EQ(config.optimizer.groups.size(), 3U);
   EXPECT_EQ(config.optimizer.groups[0].match, "*.bias");
   EXPECT_EQ(config.optimizer.groups[0].name, "biases");
   EXPECT_EQ(config.optimizer.groups[0].lr_mult, 1);
   EXPECT_EQ(config.optimizer.groups[0].weight_decay_mult, 0);
   EXPECT_EQ(config.optimizer.groups[1].name, "embed*");
   EXPECT_EQ(config.optimizer.groups[1].lr_mult, 0.5);
+  EXPECT_EQ(config.optimizer.groups[1].ndim, 0);
+  EXPECT_EQ(config.optimizer.groups[1].lr, std::nullopt);
+  EXPECT_EQ(config.optimizer.groups[1].betas, std::nullopt);
+  const GroupConfig& head = config.optimizer.groups[2];
+  EXPECT_EQ(head.ndim, 2);
+  EXPECT_EQ(head.lr, 5e-4);
+  EXPECT_EQ(head.min_lr, 5e-5);
+  EXPECT_EQ(head.weight_decay, 0.01);
+  EXPECT_EQ(head.betas, (std::array<double, 2>{0.7, 0.9}));
+  EXPECT_EQ(head.eps, 1e-7);
   EXPECT_EQ(config.precision.weights, ParamFormat::kBf16);
   EXPECT_EQ(config.precision.storage, StorageChoice::kRow);
   EXPECT_EQ(config.precision.backward_override, BackwardOverride::kDequantized);
   EXPECT_EQ(config.precision.fallback, Fallback::kError);
   EXPECT_EQ(config.precision.scale_layout, ScaleLayout::kGemm);
-  EXPECT_EQ(config.schedule.kind, ScheduleKind::kCosine);
+  EXPECT_EQ(config.schedule.kind, ScheduleKind::kWsd);
   EXPECT_EQ(config.schedule.warmup_steps, 10);
   EXPECT_EQ(config.schedule.decay_steps, 200);
   EXPECT_EQ(config.schedule.min_lr, 1e-5);
+  EXPECT_EQ(config.schedule.wsd_decay_steps, 40);
+  EXPECT_EQ(config.schedule.wsd_decay_shape, DecayShape::kMinusSqrt);
+  EXPECT_EQ(config.schedule.weight_decay_kind, WeightDecayKind::kLinear);
+  EXPECT_EQ(config.schedule.end_weight_decay, 0.25);
   EXPECT_EQ(config.parallel.transport, Transport::kMpi);
   EXPECT_EQ(config.parallel.device, DeviceChoice::kHost);
   EXPECT_EQ(config.parallel.timeout_s, 7.5);
@@ -210,8 +242,9 @@ TEST_F(ConfigFile, WhatItPrintsLoadsBack) {
   const std::string printed = schema.to_yaml();
   EXPECT_TRUE(contains(printed, "\n  lr: 0.002  # --set\n"));
   EXPECT_TRUE(contains(printed, "\n  eps: 1e-06  # run.yaml:6:8\n"));
-  EXPECT_TRUE(
-      contains(printed, "\n    - match: \"embed*\"  # run.yaml:23:14\n      name: \"embed*\"  # default\n"));
+  EXPECT_TRUE(contains(printed,
+                       "\n    - match: \"embed*\"  # run.yaml:24:14\n      ndim: 0  # default\n"
+                       "      name: \"embed*\"  # default\n      lr: inherit  # default\n"));
 
   Config again;
   ConfigSchema schema_again;
@@ -226,6 +259,8 @@ TEST_F(ConfigFile, WhatItPrintsLoadsBack) {
   EXPECT_EQ(without_comments(schema_again.to_yaml()), without_comments(printed));
   EXPECT_EQ(again.optimizer.lr, 0.002);
   EXPECT_EQ(again.optimizer.groups[1].lr_mult, 0.5);
+  EXPECT_EQ(again.optimizer.groups[1].lr, std::nullopt);
+  EXPECT_EQ(again.optimizer.groups[2].betas, (std::array<double, 2>{0.7, 0.9}));
 }
 
 TEST_F(ConfigFile, EveryKeyRefusesABadValue) {
@@ -235,6 +270,7 @@ TEST_F(ConfigFile, EveryKeyRefusesABadValue) {
       {"optimizer.betas", "[0.9, 1.0]"},
       {"optimizer.eps", "-1"},
       {"optimizer.weight_decay", "-0.1"},
+      {"optimizer.decay_1d", "1"},
       {"optimizer.clip_grad", "-1"},
       {"optimizer.grad_dtype", "fp16"},
       {"optimizer.state_dtype", "bf16"},
@@ -248,6 +284,12 @@ TEST_F(ConfigFile, EveryKeyRefusesABadValue) {
       {"optimizer.groups", "'*.bias'"},
       {"optimizer.groups[].match", "\"\""},
       {"optimizer.groups[].name", "[a]"},
+      {"optimizer.groups[].ndim", "-1"},
+      {"optimizer.groups[].lr", "-1"},
+      {"optimizer.groups[].min_lr", "none"},
+      {"optimizer.groups[].weight_decay", "-0.1"},
+      {"optimizer.groups[].betas", "[0.9, 1.0]"},
+      {"optimizer.groups[].eps", "'inherit'"},
       {"optimizer.groups[].lr_mult", "-1"},
       {"optimizer.groups[].weight_decay_mult", ".inf"},
       {"precision.weights", "nvfp4"},
@@ -259,6 +301,10 @@ TEST_F(ConfigFile, EveryKeyRefusesABadValue) {
       {"schedule.warmup_steps", "-1"},
       {"schedule.decay_steps", "0.5"},
       {"schedule.min_lr", "-1"},
+      {"schedule.wsd_decay_steps", "-1"},
+      {"schedule.wsd_decay_shape", "sqrt"},
+      {"schedule.weight_decay_kind", "exponential"},
+      {"schedule.end_weight_decay", "-0.1"},
       {"parallel.transport", "gloo"},
       {"parallel.device", "tpu"},
       {"parallel.timeout_s", "0"},
@@ -320,7 +366,7 @@ TEST_F(ConfigFile, BadConfigurationsPrintExactlyThis) {
        "run.yaml:2:10: `optimizer.betas` is 0.9; allowed: list of 2 numbers in [0, 1)"},
       {"optimizer:\n  - lr: 1\n",
        "run.yaml:2:3: `optimizer` is a list; allowed: a map with the keys kind, lr, betas, eps, "
-       "weight_decay, clip_grad, "
+       "weight_decay, decay_1d, clip_grad, "
        "grad_dtype, state_dtype, bucket_elems, max_consecutive_skips, loss_scale, groups"},
       {"optimizer:\n  loss_scale: dynamic\n",
        "run.yaml:2:15: `optimizer.loss_scale` is dynamic; allowed: a map with the keys kind, initial, min, "
@@ -351,6 +397,22 @@ TEST_F(ConfigFile, BadConfigurationsPrintExactlyThis) {
        "run.yaml:3:11: `schedule.min_lr` is 0.001; allowed: at most `optimizer.lr`, 0.0001"},
       {"schedule: {kind: linear, warmup_steps: 20, decay_steps: 10}\n",
        "run.yaml:1:40: `schedule.warmup_steps` is 20; allowed: at most `schedule.decay_steps`, 10"},
+      {"schedule: {kind: wsd, decay_steps: 10}\n",
+       "default: `schedule.wsd_decay_steps` is 0; allowed: integer >= 1 when `schedule.kind` is wsd"},
+      {"schedule: {kind: cosine, decay_steps: 10, wsd_decay_steps: 5}\n",
+       "run.yaml:1:60: `schedule.wsd_decay_steps` is 5; allowed: 0 unless `schedule.kind` is wsd"},
+      {"schedule: {kind: wsd, warmup_steps: 6, decay_steps: 10, wsd_decay_steps: 5}\n",
+       "run.yaml:1:74: `schedule.wsd_decay_steps` is 5; allowed: at most `schedule.decay_steps` less "
+       "`schedule.warmup_steps`, 4"},
+      {"schedule: {weight_decay_kind: linear, decay_steps: 10}\n",
+       "default: `schedule.end_weight_decay` is inherit; allowed: number >= 0 when "
+       "`schedule.weight_decay_kind` is linear or cosine"},
+      {"schedule: {end_weight_decay: 0.5}\n",
+       "run.yaml:1:30: `schedule.end_weight_decay` is 0.5; allowed: inherit unless "
+       "`schedule.weight_decay_kind` is linear or cosine"},
+      {"schedule: {lr_wsd_decay_style: cosine}\n",
+       "run.yaml:1:12: unknown key `schedule.lr_wsd_decay_style` (value cosine); did you mean "
+       "`schedule.wsd_decay_shape` (one of linear, cosine, exponential, minus_sqrt)?"},
       {"optimizer: {loss_scale: {kind: dynamic, min: 1e6}}\n",
        "default: `optimizer.loss_scale.initial` is 65536; allowed: at least `optimizer.loss_scale.min`, "
        "1e+06"},
@@ -363,6 +425,17 @@ TEST_F(ConfigFile, BadConfigurationsPrintExactlyThis) {
        "run.yaml:1:84: `optimizer.groups[3].name` is default; allowed: a name that no other group has, and "
        "neither "
        "default nor *"},
+      {"optimizer: {groups: [{match: a, lr: 1, lr_mult: 2}]}\n",
+       "run.yaml:1:49: `optimizer.groups[0].lr_mult` is 2; allowed: 1 beside `optimizer.groups[0].lr`"},
+      {"optimizer: {groups: [{match: a, weight_decay: 1, weight_decay_mult: 0}]}\n",
+       "run.yaml:1:69: `optimizer.groups[0].weight_decay_mult` is 0; allowed: inherit beside "
+       "`optimizer.groups[0].weight_decay`"},
+      {"optimizer: {lr: 1, groups: [{match: a, lr_mult: 0.5, min_lr: 0.75}]}\n",
+       "run.yaml:1:62: `optimizer.groups[0].min_lr` is 0.75; allowed: at most the group's peak learning "
+       "rate, 0.5"},
+      {"optimizer: {groups: [{match: a, ndim: 1}, {match: a, name: b}, {match: a, name: c, ndim: 2}]}\n",
+       "run.yaml:1:72: `optimizer.groups[2].match` is a; allowed: a pattern of its own; an earlier group has "
+       "this one and wins"},
       {"parallel: {transport: self, world_size: 2}\n",
        "run.yaml:1:41: `parallel.world_size` is 2; allowed: 0 or 1 when `parallel.transport` is self"},
   };
@@ -384,9 +457,15 @@ TEST_F(ConfigFile, OverridesComeAfterTheFile) {
 TEST_F(ConfigFile, DecayStepsMayFollowTheFile) {
   Config config = load("schedule: {kind: cosine}");
   const std::string message =
-      "`schedule.decay_steps` is 0; allowed: integer >= 1 when `schedule.kind` is linear or cosine";
+      "`schedule.decay_steps` is 0; allowed: integer >= 1 when `schedule.kind` is linear, cosine or wsd";
   EXPECT_EQ(problems(config), std::vector<std::string>{message});
   EXPECT_EQ(thrown_message<ConfigError>([&] { validate(config); }), message);
+  config.schedule.decay_steps = 100;
+  validate(config);
+  config = load("schedule: {weight_decay_kind: linear, end_weight_decay: 1}");
+  EXPECT_EQ(problems(config),
+            std::vector<std::string>{"`schedule.decay_steps` is 0; allowed: integer >= 1 when "
+                                     "`schedule.weight_decay_kind` is linear or cosine"});
   config.schedule.decay_steps = 100;
   validate(config);
 }

@@ -92,6 +92,7 @@ void compare_with_reference(int size, AdamKind kind, DType grad_dtype, GatherFor
       const bool is_norm = s.name.starts_with("norm."), is_mlp = s.name.starts_with("mlp.");
       settings.lr = config.lr * (is_norm ? 2.0 : is_mlp ? 0.5 : 1.0);
       settings.weight_decay = config.weight_decay * (is_norm ? 0.0 : is_mlp ? 3.0 : 1.0);
+      if (s.name == "attn.bias") settings.weight_decay = 0;  // one dimension, in the default group
       const std::int64_t elems = opt.layout().param(opt.layout().find(s.name)).elems();
       all.push_back({s, reference::AdamState<float>(test::initial_values(s.name, elems)), settings});
     }
@@ -156,6 +157,132 @@ TEST(DistributedAdam, TwentyStepsAreTheLiteralReferenceAndTheOracleQuantisation)
     }
     compare_with_reference(size, AdamKind::kAdamW, DType::kFp32, GatherFormat::kBf16);
   }
+}
+
+/// What controls_config() means for one param in taken step t, by its formulas.
+reference::AdamSettings controlled_settings(const std::string& name, AdamKind kind, double t) {
+  reference::AdamSettings settings;
+  settings.decoupled = kind == AdamKind::kAdamW;
+  double peak = 3e-3, floor = 1e-4;
+  const double pi = std::acos(-1.0);
+  const double share = 0.5 * (1 - std::cos(pi * (t / 16)));
+  const auto decay = [&](double factor) {
+    const double start = 0.1 * factor, end = 0.4 * factor;
+    return t >= 16 ? end : start + (end - start) * share;
+  };
+  settings.weight_decay = decay(1);
+  if (name.starts_with("norm.")) {
+    settings.weight_decay = decay(0.5);
+    settings.beta1 = 0.7;
+    settings.beta2 = 0.9;
+    settings.eps = 0.01;
+  } else if (name.starts_with("mlp.")) {
+    peak *= 0.5;
+    settings.weight_decay = decay(3);
+  } else if (name == "embed.weight") {
+    peak = 1e-3;
+    floor = 4e-4;
+    settings.weight_decay = 0.02;
+    settings.beta1 = 0.5;
+    settings.beta2 = 0.99;
+  } else if (name == "attn.bias") {
+    peak *= 2;
+    settings.weight_decay = 0;
+    settings.eps = 1e-5;
+  }
+  if (t < 3) {
+    settings.lr = peak * t / 3;
+  } else if (t <= 8) {
+    settings.lr = peak;
+  } else if (t < 16) {
+    settings.lr = floor + (peak - floor) * (1 - std::sqrt((t - 8) / 8));
+  } else {
+    settings.lr = floor;
+  }
+  return settings;
+}
+
+void compare_controls_with_reference(int size, AdamKind kind) {
+  Scenario scenario;
+  scenario.with_changes = false;
+  scenario.config = test::controls_config();
+  scenario.config.optimizer.kind = kind;
+  scenario.config.optimizer.bucket_elems = 9000;
+  scenario.digest_after = {};
+  struct Expected {
+    ParamSpec spec;
+    reference::AdamState<float> bits;
+    reference::AdamState<double> exact;
+  };
+  std::vector<std::vector<Expected>> of_rank(static_cast<std::size_t>(size));
+  std::atomic<std::int64_t> taken = 0;
+  run_world(size, scenario, [&](const StepContext& now) {
+    std::vector<Expected>& expected = of_rank[static_cast<std::size_t>(now.side.rank())];
+    if (expected.empty()) {
+      for (const ParamSpec& s : scenario.specs) {
+        if (!s.tied_to.empty() || s.frozen) continue;
+        const std::int64_t elems = now.opt.layout().param(now.opt.layout().find(s.name)).elems();
+        const std::vector<float> values = test::initial_values(s.name, elems);
+        expected.push_back({s, reference::AdamState<float>(values),
+                            reference::AdamState<double>({values.begin(), values.end()})});
+      }
+    }
+    if (!now.record.taken) return;
+    taken = now.record.step;
+    for (Expected& e : expected) {
+      const auto elems = static_cast<std::int64_t>(e.bits.p.size());
+      const std::vector<float> grad = test::reduced_grad(e.spec, elems, now.step);
+      reference::AdamSettings settings =
+          controlled_settings(e.spec.name, kind, static_cast<double>(now.record.step));
+      settings.grad_factor = static_cast<double>(now.record.clip_factor);
+      reference::adam_step(e.bits, grad, settings, now.record.step);
+      reference::adam_step(e.exact, grad, settings, now.record.step);
+    }
+    if (now.step % 4 != 3) return;
+    for (const Expected& e : expected) {
+      SCOPED_TRACE(e.spec.name + " after step " + std::to_string(now.step));
+      const OwnedSlice slice = now.opt.owned(e.spec.name);
+      const std::vector<float> master = test::whole_state(
+          now.side, static_cast<std::int64_t>(e.bits.p.size()), slice.param_begin, slice.master);
+      EXPECT_TRUE(bits_equal(e.bits.p, master));
+      // A step rounds p (below 4) to 24 bits and u (below 10) to about 20: 2^-23 + lr * 10 * 2^-20, 17 times.
+      for (std::size_t i = 0; i < master.size(); ++i) {
+        ASSERT_NEAR(static_cast<double>(master[i]), e.exact.p[i], 17 * (0x1p-23 + 6e-3 * 10 * 0x1p-20)) << i;
+      }
+    }
+  });
+  EXPECT_EQ(taken, 17);
+}
+
+TEST(DistributedAdam, GroupsAndSchedulesAreTheReference) {
+  for (const int size : {1, 3}) {
+    for (const AdamKind kind : {AdamKind::kAdamW, AdamKind::kAdam}) {
+      SCOPED_TRACE("W " + std::to_string(size));
+      compare_controls_with_reference(size, kind);
+    }
+  }
+}
+
+TEST(DistributedAdam, WeightDecayThatIsSetEndsItsSchedule) {
+  SelfCommunicator comm;
+  Config config;
+  config.optimizer.lr = 0.5;
+  config.optimizer.weight_decay = 0;
+  config.schedule.decay_steps = 4;
+  config.schedule.weight_decay_kind = WeightDecayKind::kLinear;
+  config.schedule.end_weight_decay = 1;
+  DistributedAdam opt({spec("a", {32, 32})}, config, comm);
+  opt.set_initial("a", std::span<const float>(std::vector<float>(1024, 1)));
+  opt.publish();
+  const auto step = [&] {
+    opt.step();  // of zero gradients: the master is multiplied by 1 - lr * weight decay
+    return opt.owned("a").master[0];
+  };
+  EXPECT_EQ(step(), 0.875f);
+  EXPECT_EQ(step(), 0.875f * 0.75f);
+  opt.set_weight_decay("default", 0.25);
+  EXPECT_EQ(step(), 0.875f * 0.75f * 0.875f);
+  EXPECT_EQ(step(), 0.875f * 0.75f * 0.875f * 0.875f);
 }
 
 TEST(DistributedAdam, ExtremeGradientsAreClippedNotLost) {
@@ -463,7 +590,10 @@ TEST(DistributedAdam, HyperParametersOutOfRangeAreRefused) {
     EXPECT_TRUE(contains(contract_message([&] { opt.set_betas(0.9, bad); }), "allowed: 0 <= beta < 1"));
     EXPECT_TRUE(contains(contract_message([&] { opt.set_betas(bad, 0.9); }), "allowed: 0 <= beta < 1"));
   }
-  EXPECT_TRUE(contains(contract_message([&] { opt.set_betas(0.5, 1.0); }), "set_betas: 1; allowed"));
+  EXPECT_TRUE(contains(contract_message([&] { opt.set_betas(0.5, 1.0); }),
+                       "set_betas: 1 for group '*'; allowed: 0 <= beta < 1"));
+  EXPECT_TRUE(contains(contract_message([&] { opt.set_betas("mlp", 1.0, 0.5); }),
+                       "set_betas: 1 for group 'mlp'; allowed: 0 <= beta < 1"));
   EXPECT_TRUE(contains(contract_message([&] { opt.set_lr("mpl", 1); }),
                        "unknown param group 'mpl'; groups are: default, norms, mlp"));
   EXPECT_TRUE(contains(contract_message([&] { opt.set_steps_taken(-1); }),
@@ -472,11 +602,63 @@ TEST(DistributedAdam, HyperParametersOutOfRangeAreRefused) {
   opt.set_betas(0, 0);
 }
 
+TEST(DistributedAdam, WeightDecayOfAGroupWithoutAnyIsRefused) {
+  SelfCommunicator comm;
+  Config config;
+  config.optimizer.groups = {{.match = "*.bias", .name = "biases"}};
+  const std::vector<ParamSpec> specs = {spec("a.bias", {5}), spec("a.weight", {32, 32})};
+  DistributedAdam opt(specs, config, comm);
+  EXPECT_TRUE(
+      contains(contract_message([&] { opt.set_weight_decay("biases", 0.1); }),
+               "set_weight_decay: the params of group 'biases' have one dimension and no weight decay; "
+               "allowed with optimizer.decay_1d, or weight_decay or weight_decay_mult in the group"));
+  opt.set_weight_decay("*", 0.1);
+  config.optimizer.decay_1d = true;
+  DistributedAdam decaying(specs, config, comm);
+  decaying.set_weight_decay("biases", 0.1);
+}
+
+TEST(DistributedAdam, ParamsOfOneDimensionDecayOnlyWhereItIsSaid) {
+  const std::vector<ParamSpec> specs = {
+      spec("plain.bias", {64}, ParamFormat::kFp32), spec("plain.weight", {32, 32}),
+      spec("fast.bias", {64}, ParamFormat::kFp32), spec("told.bias", {64}, ParamFormat::kFp32),
+      spec("scaled.bias", {64}, ParamFormat::kFp32)};
+  for (const bool decay_1d : {false, true}) {
+    run_ranks(2, [&](Communicator& comm) {
+      Config config;
+      config.optimizer.lr = 0.5;
+      config.optimizer.weight_decay = 0.5;
+      config.optimizer.decay_1d = decay_1d;
+      config.optimizer.groups = {{.match = "fast.*", .name = "", .lr_mult = 2},
+                                 {.match = "told.*", .name = "", .weight_decay = 0.25},
+                                 {.match = "scaled.*", .name = "", .weight_decay_mult = 0.5}};
+      DistributedAdam opt(specs, config, comm);
+      for (const ParamSpec& s : specs) {
+        const std::int64_t elems = opt.layout().param(opt.layout().find(s.name)).elems();
+        opt.set_initial(s.name,
+                        std::span<const float>(std::vector<float>(static_cast<std::size_t>(elems), 1)));
+      }
+      opt.publish();
+      opt.step();  // of zero gradients: what is left is 1 - lr * weight decay
+      const std::map<std::string, float> expected = {{"plain.bias", decay_1d ? 0.75f : 1.0f},
+                                                     {"plain.weight", 0.75f},
+                                                     {"fast.bias", decay_1d ? 0.5f : 1.0f},
+                                                     {"told.bias", 0.875f},
+                                                     {"scaled.bias", 0.875f}};
+      for (const auto& [name, value] : expected) {
+        for (const float master : opt.owned(name).master) ASSERT_EQ(master, value) << name;
+      }
+    });
+  }
+}
+
 TEST(DistributedAdam, DifferentHyperParametersAreAnErrorOnAllRanksThatCanBeMended) {
   const std::vector<std::pair<std::string, std::function<void(DistributedAdam&)>>> changes = {
       {"rank 1 has 'group 'mlp' lr ", [](DistributedAdam& opt) { opt.set_lr("mlp", 0.125); }},
-      {"rank 1 has 'group 'default' lr ", [](DistributedAdam& opt) { opt.set_weight_decay("default", 0.5); }},
-      {"rank 1 has 'betas ", [](DistributedAdam& opt) { opt.set_betas(0.5, 0.5); }},
+      {"rank 1 has 'group 'default' weight_decay ",
+       [](DistributedAdam& opt) { opt.set_weight_decay("default", 0.5); }},
+      {"rank 1 has 'group 'default' betas ", [](DistributedAdam& opt) { opt.set_betas(0.5, 0.5); }},
+      {"rank 1 has 'group 'mlp' betas ", [](DistributedAdam& opt) { opt.set_betas("mlp", 0.5, 0.5); }},
       {"rank 1 has 'steps_taken 7' where rank 0 has 'steps_taken 0'",
        [](DistributedAdam& opt) { opt.set_steps_taken(7); }}};
   for (const auto& [part, change] : changes) {

@@ -8,21 +8,19 @@
 namespace mxopt {
 namespace {
 
-constexpr float kWeightDecay[] = {0.1f, 0.0f};
-constexpr float kLr[] = {1e-3f, 2e-3f, 3e-3f, 5e-3f, 6e-3f, 7e-3f};  // 2 groups x steps 4, 5, 6
+constexpr GroupConstants kConstants[] = {{{0.9, 0.95}, 1e-8}, {{0.75, 0.5}, 1e-6}};
+constexpr float kWeightDecay[] = {0.1f, 0.2f, 0.3f, 0.5f, 0.0f, 0.7f};  // as kLr
+constexpr float kLr[] = {1e-3f, 2e-3f, 3e-3f, 5e-3f, 6e-3f, 7e-3f};     // 2 groups x steps 4, 5, 6
 
 /// One step of two ranks that agree, with two groups; the sum of squares is 4.
 struct Step {
   Step() {
     statistics.square_sum[9] = 4LL << 10;  // bit 298
-    options.betas[0] = 0.9;
-    options.betas[1] = 0.95;
-    options.eps = 1e-8;
     options.max_norm = 1;
     options.hash = -77;
     options.world_size = 2;
     options.groups = 2;
-    table = {kWeightDecay, kLr, 4, 3};
+    table = {kConstants, kWeightDecay, kLr, 4, 3};
     state.taken = 4;
     state.calls = 6;
     sign({4, 4});
@@ -57,18 +55,25 @@ TEST(StepState, ATakenStepSetsTheScalarsOfEveryGroup) {
   EXPECT_EQ(step.outcome.after.taken, 5);
   EXPECT_EQ(step.state.calls, 7);
   for (const AdamScalars& s : step.scalars) {
-    EXPECT_EQ(s.bc1, static_cast<float>(1 - 0.9 * (0.9 * 0.9) * (0.9 * 0.9)));
-    EXPECT_EQ(s.omb2, static_cast<float>(1 - 0.95));
     EXPECT_EQ(s.grad_factor, static_cast<float>(1 / (2 + 1e-6)));
     EXPECT_TRUE(s.decoupled);
   }
+  EXPECT_EQ(step.scalars[0].bc1, static_cast<float>(1 - 0.9 * (0.9 * 0.9) * (0.9 * 0.9)));
+  EXPECT_EQ(step.scalars[0].beta2, 0.95f);
+  EXPECT_EQ(step.scalars[0].omb2, static_cast<float>(1 - 0.95));
+  EXPECT_EQ(step.scalars[0].eps, 1e-8f);
+  EXPECT_EQ(step.scalars[1].beta1, 0.75f);
+  EXPECT_EQ(step.scalars[1].omb1, 0.25f);
+  EXPECT_EQ(step.scalars[1].bc1, 1 - 0.2373046875f);
+  EXPECT_EQ(step.scalars[1].bc2, 1 - 0.03125f);
+  EXPECT_EQ(step.scalars[1].eps, 1e-6f);
   EXPECT_EQ(step.scalars[0].lr, 2e-3f);
   EXPECT_EQ(step.scalars[1].lr, 6e-3f);
-  EXPECT_EQ(step.scalars[0].weight_decay, 0.1f);
+  EXPECT_EQ(step.scalars[0].weight_decay, 0.2f);
   EXPECT_EQ(step.scalars[1].weight_decay, 0.0f);
 }
 
-TEST(StepState, StepsBehindTheTableHaveTheLastRate) {
+TEST(StepState, StepsBehindTheTableHaveTheLastRateAndWeightDecay) {
   Step step;
   step.state.taken = 5;
   for (int i = 0; i < 3; ++i) {
@@ -77,6 +82,8 @@ TEST(StepState, StepsBehindTheTableHaveTheLastRate) {
     advance(statistics, step.options, step.table, step.state, step.scalars, step.outcome);
     EXPECT_EQ(step.scalars[0].lr, 3e-3f);
     EXPECT_EQ(step.scalars[1].lr, 7e-3f);
+    EXPECT_EQ(step.scalars[0].weight_decay, 0.3f);
+    EXPECT_EQ(step.scalars[1].weight_decay, 0.7f);
   }
   EXPECT_EQ(step.state.taken, 8);
 }
@@ -125,7 +132,7 @@ TEST(StepState, AStepBehindATableThatGoesOnElsewhereIsNotTaken) {
   step.state.taken = 6;
   step.sign({6, 6});
   step.run();
-  EXPECT_TRUE(step.outcome.is_rate_missing);
+  EXPECT_TRUE(step.outcome.is_step_missing);
   EXPECT_FALSE(step.outcome.taken);
   EXPECT_EQ(step.state.taken, 6);
   EXPECT_EQ(step.state.calls, 6);

@@ -176,6 +176,28 @@ inline Config mixed_config() {
   return config;
 }
 
+/// Every control of groups and schedules: values of their own, matching by dimensions, params of one
+/// dimension with and without decay, the three phases of wsd, and a weight decay that rises.
+inline Config controls_config() {
+  Config config = mixed_config();
+  config.optimizer.groups = {
+      {.match = "norm.*", .name = "norms", .weight_decay_mult = 0.5, .betas = {{0.7, 0.9}}, .eps = 0.01},
+      {.match = "mlp.*", .name = "mlp", .lr_mult = 0.5, .weight_decay_mult = 3.0},
+      {.match = "embed.*",
+       .name = "embedding",
+       .lr = 1e-3,
+       .min_lr = 4e-4,
+       .weight_decay = 0.02,
+       .betas = {{0.5, 0.99}}},
+      {.match = "*", .name = "vectors", .lr_mult = 2, .ndim = 1, .eps = 1e-5}};
+  config.schedule.kind = ScheduleKind::kWsd;
+  config.schedule.wsd_decay_steps = 8;
+  config.schedule.wsd_decay_shape = DecayShape::kMinusSqrt;
+  config.schedule.weight_decay_kind = WeightDecayKind::kCosine;
+  config.schedule.end_weight_decay = 0.4;
+  return config;
+}
+
 // ---------------------------------------------------------------------------------------------------------
 // Facts: what must not depend on how a scenario is run
 // ---------------------------------------------------------------------------------------------------------
@@ -524,6 +546,16 @@ inline std::vector<NamedScenario> invariance_scenarios() {
   staged.config.optimizer.grad_dtype = DType::kBf16;
   staged.config.parallel.gather_format = GatherFormat::kBf16;
   all.push_back({"AdamW, bf16 gradients, bf16 gather", staged});
+  Scenario controls;
+  controls.config = controls_config();
+  all.push_back({"AdamW, groups and schedules", controls});
+  controls.with_changes = false;
+  controls.config.optimizer.kind = AdamKind::kAdam;
+  controls.config.optimizer.decay_1d = true;
+  controls.config.schedule.kind = ScheduleKind::kInverseSqrt;
+  controls.config.schedule.wsd_decay_steps = 0;
+  controls.config.schedule.weight_decay_kind = WeightDecayKind::kLinear;
+  all.push_back({"L2 Adam, groups, inverse square root", controls});
   return all;
 }
 
