@@ -3,10 +3,8 @@
 //
 // NCCL refuses two ranks on one GPU of a host. Each rank here says that it is on a host of its own, so that
 // bytes go through sockets: slow, and every call is NCCL's.
-#include <algorithm>
 #include <chrono>
 #include <cstdlib>
-#include <iterator>
 #include <memory>
 #include <stdexcept>
 #include <string>
@@ -18,6 +16,7 @@
 #include <nccl.h>
 
 #include "../collectives/communicator_conformance.h"
+#include "support/captured_scenario.h"
 #include "support/devices.h"
 #include "support/host_over_device.h"
 #include "support/optimizer_fixture.h"
@@ -94,47 +93,16 @@ TEST_F(NcclTwin, TwentyStepsGiveTheFactsOfOneRankOnTheHost) {
 }
 
 TEST_F(NcclTwin, ReplaysOfACapturedStepGiveTheFactsOfOneRankOnTheHost) {
-  test::Scenario scenario;
-  scenario.with_changes = false;
-  for (ParamSpec& spec : scenario.specs) spec.grad_mode = GradMode::kAccumulate;
+  const test::Scenario scenario = test::for_replays({});
   SelfCommunicator self;
   const test::Facts expected = test::run_scenario(self, scenario);
-
   const auto nccl = all_ranks(*host_, device_);
   const auto side = host_->split(0, host_->rank());
   const Stream stream(device_);
-  const test::Place place{device_, stream.ref()};
-  const auto native = static_cast<cudaStream_t>(stream.ref().native());
   DistributedAdam opt(scenario.specs, scenario.config, *nccl, device_);
-  test::set_all_initial(opt, scenario.specs, host_->rank(), place.stream);
-  opt.publish(place.stream);
-  test::Facts facts = test::state_facts(opt, *side, "after step -1: ", place), records;
-  cudaGraphExec_t graph = nullptr;
-  for (int step = 0; step < scenario.steps; ++step) {
-    if (step == 1) {
-      ASSERT_EQ(cudaDeviceSynchronize(), cudaSuccess);
-      cudaGraph_t captured = nullptr;
-      ASSERT_EQ(cudaStreamBeginCapture(native, cudaStreamCaptureModeThreadLocal), cudaSuccess);
-      opt.step(place.stream);
-      ASSERT_EQ(cudaStreamEndCapture(native, &captured), cudaSuccess);
-      ASSERT_EQ(cudaGraphInstantiate(&graph, captured, 0), cudaSuccess);
-      ASSERT_EQ(cudaGraphDestroy(captured), cudaSuccess);
-    }
-    test::feed(opt, scenario, step, host_->rank(), host_->size(), place, false);
-    if (graph == nullptr) {
-      opt.step(place.stream);
-    } else {
-      ASSERT_EQ(cudaGraphLaunch(graph, native), cudaSuccess);
-    }
-    test::add_record_facts(records, *opt.last_report(place.stream), "step " + std::to_string(step) + ": ");
-    if (std::ranges::find(scenario.digest_after, step) != scenario.digest_after.end()) {
-      std::ranges::move(test::state_facts(opt, *side, "after step " + std::to_string(step) + ": ", place),
-                        std::back_inserter(facts));
-    }
-  }
-  EXPECT_EQ(cudaGraphExecDestroy(graph), cudaSuccess);
-  std::ranges::move(records, std::back_inserter(facts));
-  EXPECT_TRUE(test::same_facts(expected, facts));
+  EXPECT_TRUE(
+      test::same_facts(expected, test::run_captured_scenario(opt, *side, scenario, host_->rank(),
+                                                             host_->size(), {device_, stream.ref()})));
 }
 
 /// The last test: the communicator does not survive it.
