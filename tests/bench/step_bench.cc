@@ -46,6 +46,7 @@
 #include "bench/busy_cuda.h"
 #include "bench/cuda_measurements.h"
 #include "bench/cuda_timer.h"
+#include "bench/initial_masters.h"
 #include "bench/measurements.h"
 #include "bench/param_lists.h"
 #include "bench/random_values.h"
@@ -127,15 +128,9 @@ class Training {
              comm.device()),
         grads_(variant.grad_dtype, 0, comm.device(), stream) {
     const bench::RandomValues masters(DType::kFp32, 0, comm.device(), stream);
+    bench::set_masters(opt_, masters, stream);
     for (const ParamLayout& param : opt_.layout().params()) {
-      const OwnedSlice slice = opt_.owned(param.name);
-      const auto owned = static_cast<std::int64_t>(slice.master.size());
-      const std::int64_t period = masters.period().elems;
-      for (std::int64_t begin = 0; begin < owned; begin += period) {
-        opt_.set_initial(param.name, slice.param_begin + begin,
-                         masters.period().sub(0, std::min(period, owned - begin)), stream);
-      }
-      owned_elems_ += owned;
+      owned_elems_ += static_cast<std::int64_t>(opt_.owned(param.name).master.size());
       grad_elems_ += param.elems();
     }
     for (const CutBand& band : opt_.layout().cut_bands(comm.rank())) {

@@ -43,6 +43,7 @@
 #include "bench/busy_cuda.h"
 #include "bench/cuda_measurements.h"
 #include "bench/cuda_timer.h"
+#include "bench/initial_masters.h"
 #include "bench/measurements.h"
 #include "bench/param_lists.h"
 #include "bench/random_values.h"
@@ -354,18 +355,12 @@ std::int64_t count_wrong_state(DType grad_dtype, Communicator& comm, StreamRef s
 
   DistributedAdam opt(bench::specs_of(list, Storage::kBoth, GradMode::kOverwrite), config_of(grad_dtype),
                       comm, comm.device());
+  // As StepParts fills a rank's part: from its first element on.
   const bench::RandomValues masters(DType::kFp32, 0, comm.device(), stream);
+  bench::set_masters(opt, masters, stream);
   const bench::RandomValues grads(grad_dtype, 0, comm.device(), stream);
   const std::span<const ParamLayout> params = opt.layout().params();
   for (const ParamLayout& param : params) {
-    // As StepParts fills a rank's part: from its first element on.
-    const OwnedSlice slice = opt.owned(param.name);
-    const auto owned = static_cast<std::int64_t>(slice.master.size());
-    const std::int64_t period = masters.period().elems;
-    for (std::int64_t begin = 0; begin < owned; begin += period) {
-      opt.set_initial(param.name, slice.param_begin + begin,
-                      masters.period().sub(0, std::min(period, owned - begin)), stream);
-    }
     const TypedSpan grad = opt.grad(param.name).data;
     grads.copy_to(grad.data, grad.elems, stream);
   }

@@ -105,8 +105,7 @@ TEST_F(NcclTwin, ReplaysOfACapturedStepGiveTheFactsOfOneRankOnTheHost) {
                                                              host_->size(), {device_, stream.ref()})));
 }
 
-/// The last test: the communicator does not survive it.
-TEST_F(NcclTwin, ZzALateRankIsAnErrorAtTheDeadlineAndNothingHangs) {
+TEST_F(NcclTwin, ALateRankIsAnErrorAtTheDeadlineAndNothingHangs) {
   if (host_->size() == 1) GTEST_SKIP() << "needs a second rank";
   constexpr double kShortS = 5;
   const auto nccl = all_ranks(*host_, device_, kShortS);
