@@ -78,6 +78,21 @@ struct Health {
   std::int64_t outstanding = 0;  // of these, not yet complete
 };
 
+/// A buffer of every rank of a group, as this rank's kernels can store into it while this object lives.
+struct PeerWindow {
+  std::vector<std::uint8_t*> bases;    // [size()] where each rank's buffer begins; empty: `reason` says why
+  std::string reason;                  // equal on all ranks
+  std::shared_ptr<void> registration;  // the transport's
+
+  bool is_open() const { return !bases.empty(); }
+};
+
+/// Bytes per second of large copies, the least of any rank while all ranks copy. Zero: not known.
+struct CopyRates {
+  double to_peer = 0;  // stores of one rank into another's window
+  double local = 0;    // read and written, inside of one rank's memory
+};
+
 /// The interface. Arguments are checked once, here, before a transport sees them; bad ones are a
 /// ContractError.
 class Communicator {
@@ -118,9 +133,15 @@ class Communicator {
   virtual void abort(const std::string& reason) noexcept = 0;
   virtual Health health() = 0;
 
-  /// Base address of `buffer` in every rank of the group, as seen from here; empty on transports without
-  /// windows.
-  virtual std::vector<void*> peer_bases(const Buffer& buffer) = 0;
+  /// Of memory that open_window() takes; null on transports without windows.
+  virtual std::shared_ptr<Allocator> window_allocator() = 0;
+  /// Collective, with buffers of equal size: lets every rank store into every other's buffer. Where that can
+  /// not be, no rank has a window, and each learns the same reason. The buffer must outlive the window; close
+  /// windows before the communicator. Stores are ordered by the group's calls alone: what a rank stored
+  /// before it entered a reduction can be read by whoever has seen that reduction complete.
+  virtual PeerWindow open_window(const Buffer& buffer) = 0;
+  /// Collective: measures. Zeroes where there are no windows.
+  virtual CopyRates measure_copy_rates() = 0;
 
  protected:
   Communicator() = default;

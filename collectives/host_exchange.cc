@@ -1,5 +1,9 @@
 #include "mxopt/collectives/host_exchange.h"
 
+#include <algorithm>
+#include <span>
+#include <vector>
+
 namespace mxopt {
 
 namespace {
@@ -51,6 +55,31 @@ void all_gather_on_host(Communicator& comm, TypedSpan output, ConstTypedSpan sha
 void broadcast_on_host(Communicator& comm, TypedSpan buffer, int root, Traffic traffic) {
   const Staged staged(comm, buffer);
   staged.finish(comm.broadcast(staged.span(), root, traffic, staged.stream()));
+}
+
+PeerWindow exchange_addresses(Communicator& comm, const Buffer& buffer) {
+  const auto mine = static_cast<std::int64_t>(reinterpret_cast<std::intptr_t>(buffer.data()));
+  std::vector<std::int64_t> all(static_cast<std::size_t>(comm.size()));
+  all_gather_on_host(comm, std::span(all), std::span(&mine, 1), Traffic::kControl);
+  PeerWindow window;
+  for (const std::int64_t address : all) {
+    window.bases.push_back(reinterpret_cast<std::uint8_t*>(static_cast<std::intptr_t>(address)));
+  }
+  return window;
+}
+
+std::string first_problem(Communicator& comm, const std::string& mine) {
+  constexpr std::size_t kTextBytes = 400;
+  std::vector<std::uint8_t> all(kTextBytes * static_cast<std::size_t>(comm.size()), 0);
+  std::vector<std::uint8_t> text(mine.begin(), mine.begin() + std::min(mine.size(), kTextBytes - 1));
+  text.resize(kTextBytes, 0);
+  all_gather_on_host(comm, std::span(all), std::span<const std::uint8_t>(text), Traffic::kControl);
+  for (int rank = 0; rank < comm.size(); ++rank) {
+    const char* const found =
+        reinterpret_cast<const char*>(all.data()) + kTextBytes * static_cast<std::size_t>(rank);
+    if (*found != 0) return "rank " + std::to_string(rank) + ": " + found;
+  }
+  return "";
 }
 
 }  // namespace mxopt

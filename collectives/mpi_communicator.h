@@ -54,7 +54,9 @@ class MpiCommunicator final : public Communicator {
   /// Ends the whole job with code 86, this rank included: MPI knows no smaller abort. Say `reason` before.
   void abort(const std::string& reason) noexcept override;
   Health health() override;
-  std::vector<void*> peer_bases(const Buffer&) override { return {}; }
+  std::shared_ptr<Allocator> window_allocator() override { return nullptr; }
+  PeerWindow open_window(const Buffer&) override { return {{}, "MPI has no windows", nullptr}; }
+  CopyRates measure_copy_rates() override { return {}; }
 
  protected:
   Work do_all_reduce(const Call& call, void* buffer) override;

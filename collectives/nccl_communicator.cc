@@ -1,5 +1,6 @@
 #include "mxopt/collectives/nccl_communicator.h"
 
+#include <algorithm>
 #include <array>
 #include <atomic>
 #include <chrono>
@@ -21,6 +22,7 @@
 #include "mxopt/collectives/deadline.h"
 #include "mxopt/collectives/host_exchange.h"
 #include "mxopt/collectives/nccl_preflight.h"
+#include "mxopt/collectives/nccl_window.h"
 #include "mxopt/collectives/process_identity.h"
 #include "mxopt/params/check.h"
 #include "mxopt/params/cuda_handles.h"
@@ -307,6 +309,10 @@ class NcclCommunicator::Engine {
   void group_begin(const Call& call);
   void group_end();
   std::shared_ptr<Engine> split(const Call& call, int color, int key);
+  std::string window_problem(const Buffer& buffer) const;
+  /// Collective. NCCL's handle.
+  ncclWindow_vidmem* register_window(const Call& call, const Buffer& buffer);
+  void deregister_window(ncclWindow_vidmem* window) noexcept;
   void abort(const std::string& reason) noexcept;
   Health health(std::int64_t calls);
 
@@ -605,6 +611,42 @@ std::shared_ptr<NcclCommunicator::Engine> NcclCommunicator::Engine::split(const 
   return part;
 }
 
+std::string NcclCommunicator::Engine::window_problem(const Buffer& buffer) const {
+  const DeviceGuard guard(device_.index);
+  return cuda::window_problem(buffer, comm_, size_);
+}
+
+ncclWindow_vidmem* NcclCommunicator::Engine::register_window(const Call& call, const Buffer& buffer) {
+  check_alive(call);
+  const DeviceGuard guard(device_.index);
+  // NCCL writes it in the background, also after this rank has given up.
+  const auto slot = std::make_shared<ncclWindow_vidmem*>(nullptr);
+  try {
+    guarded([&] {
+      const auto result = static_cast<ncclResult_t>(cuda::register_window(comm_, buffer, slot.get()));
+      if (is_error(result)) fail_nccl(result, "ncclCommWindowRegister", rank_);
+      finish_background(comm_, call);
+    });
+  } catch (const std::exception&) {
+    keep_until_process_ends(slot);
+    throw;
+  }
+  return *slot;
+}
+
+void NcclCommunicator::Engine::deregister_window(ncclWindow_vidmem* window) noexcept {
+  if (comm_ == nullptr) return;  // windows go with the communicator
+  int former = 0;
+  cudaGetDevice(&former);
+  cudaSetDevice(device_.index);
+  const auto result = static_cast<ncclResult_t>(cuda::deregister_window(comm_, window));
+  try {
+    if (result == ncclInProgress) await_ready(comm_, Deadline(timeout_s_));
+  } catch (const std::exception&) {  // nobody to tell
+  }
+  cudaSetDevice(former);
+}
+
 void NcclCommunicator::Engine::give_up(const std::string& reason, int culprit_rank) noexcept {
   if (!first_failure_.empty()) return;
   try {
@@ -738,6 +780,22 @@ class NcclCommunicator::CallState final : public Work::State {
   std::optional<Deadline> deadline_;  // from the first test(), and anew from each wait()
 };
 
+/// Keeps a window open.
+class NcclCommunicator::Registration {
+ public:
+  Registration(std::shared_ptr<Engine> engine, ncclWindow_vidmem* window)
+      : engine_(std::move(engine)), window_(window) {}
+  ~Registration() {
+    if (cuda::is_window(window_)) engine_->deregister_window(window_);
+  }
+  Registration(const Registration&) = delete;
+  Registration& operator=(const Registration&) = delete;
+
+ private:
+  std::shared_ptr<Engine> engine_;
+  ncclWindow_vidmem* window_;
+};
+
 std::unique_ptr<NcclCommunicator> NcclCommunicator::create(Communicator& host, Device device,
                                                            double timeout_s) {
   // What this rank can find wrong alone is told to all before it is thrown, so that all fail alike.
@@ -836,6 +894,65 @@ std::unique_ptr<Communicator> NcclCommunicator::split(int color, int key) {
   MXOPT_CHECK(color >= 0, "split: color " << color << "; allowed are 0 and above");
   const Call call{.sequence = next_sequence(), .operation = "split", .stream = {}};
   return std::unique_ptr<Communicator>(new NcclCommunicator(engine_->split(call, color, key), nullptr));
+}
+
+std::shared_ptr<Allocator> NcclCommunicator::window_allocator() {
+  return cuda::make_window_allocator(device().index);
+}
+
+PeerWindow NcclCommunicator::open_window(const Buffer& buffer) {
+  PeerWindow window;
+  window.reason = first_problem(*this, engine_->window_problem(buffer));
+  if (!window.reason.empty()) return window;
+  if (buffer.bytes() == 0) {
+    window.bases.resize(static_cast<std::size_t>(size()), nullptr);
+    return window;
+  }
+  const Call call{.sequence = next_sequence(), .operation = "open_window", .stream = {}};
+  ncclWindow_vidmem* const handle = engine_->register_window(call, buffer);
+  const auto registration = std::make_shared<Registration>(engine_, handle);
+  window.reason = first_problem(
+      *this, cuda::is_window(handle) ? "" : "NCCL has no symmetric memory for this communicator");
+  if (!window.reason.empty()) return window;
+  window.bases = cuda::window_bases(handle, size(), device().index);
+  window.bases[static_cast<std::size_t>(rank())] = buffer.data();  // NCCL's is a second address of it
+  window.registration = registration;
+  return window;
+}
+
+CopyRates NcclCommunicator::measure_copy_rates() {
+  constexpr std::int64_t kBytes = std::int64_t{128} << 20;  // more than any cache holds
+  constexpr int kRounds = 4;                                // the first is a warm-up
+  const Buffer buffer(2 * kBytes, device(), window_allocator());
+  const PeerWindow window = open_window(buffer);
+  if (!window.is_open()) return {};
+  const Stream stream(device());
+  std::uint8_t* const next = window.bases[static_cast<std::size_t>((rank() + 1) % size())];
+  std::array<double, 2> seconds = {1e9, 1e9};
+  for (int round = 0; round < kRounds; ++round) {
+    for (const bool is_local : {false, true}) {
+      barrier();  // all ranks at the same time
+      synchronize(device(), stream.ref());
+      const auto begin = std::chrono::steady_clock::now();
+      cuda::store_bytes((is_local ? buffer.data() : next) + kBytes, buffer.data(), kBytes, device().index,
+                        stream.ref());
+      synchronize(device(), stream.ref());
+      const std::chrono::duration<double> elapsed = std::chrono::steady_clock::now() - begin;
+      double& best = seconds[is_local ? 1 : 0];
+      if (round > 0) best = std::min(best, elapsed.count());
+    }
+  }
+  std::vector<std::uint8_t> all(sizeof(seconds) * static_cast<std::size_t>(size()));
+  const auto* const mine = reinterpret_cast<const std::uint8_t*>(seconds.data());
+  all_gather_on_host(*this, std::span(all), std::span(mine, sizeof(seconds)), Traffic::kControl);
+  for (std::size_t at = 0; at < all.size(); at += sizeof(seconds)) {
+    std::array<double, 2> theirs{};
+    std::memcpy(theirs.data(), all.data() + at, sizeof(theirs));
+    for (std::size_t i = 0; i < theirs.size(); ++i) seconds[i] = std::max(seconds[i], theirs[i]);
+  }
+  barrier();  // before any rank's memory goes
+  const auto bytes = static_cast<double>(kBytes);
+  return {bytes / seconds[0], 2 * bytes / seconds[1]};
 }
 
 void NcclCommunicator::abort(const std::string& reason) noexcept {

@@ -77,7 +77,12 @@ class NcclCommunicator final : public Communicator {
   /// split off are not ended.
   void abort(const std::string& reason) noexcept override;
   Health health() override;
-  std::vector<void*> peer_bases(const Buffer&) override { return {}; }
+  /// ncclMemAlloc().
+  std::shared_ptr<Allocator> window_allocator() override;
+  /// Symmetric windows, from NCCL 2.28 on, where NCCL can map the memory of all ranks: in one NVLink domain.
+  PeerWindow open_window(const Buffer& buffer) override;
+  /// Each rank to the next one, all at the same time. For its time takes 256 MiB of the device.
+  CopyRates measure_copy_rates() override;
 
  protected:
   Work do_all_reduce(const Call& call, void* buffer) override;
@@ -92,6 +97,7 @@ class NcclCommunicator final : public Communicator {
   class EventPool;
   class Engine;
   class CallState;
+  class Registration;
 
   NcclCommunicator(std::shared_ptr<Engine> engine, std::unique_ptr<Communicator> host);
   static std::unique_ptr<NcclCommunicator> of(ncclComm* comm, bool owned, double timeout_s);

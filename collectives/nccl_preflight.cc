@@ -89,6 +89,25 @@ std::string nccl_version_problem(int header_version, int library_version) {
          std::to_string(header.major) + ".x, and 2.19 or newer";
 }
 
+std::string nccl_window_problem(int header_version, int library_version) {
+  const Version header = parts(header_version);
+  const Version library = parts(library_version);
+  constexpr int kFirstWithWindows = 22800;
+  if (header_version < kFirstWithWindows || library_version < kFirstWithWindows) {
+    return "NCCL " + nccl_version_text(std::min(header_version, library_version)) +
+           " has no windows; 2.28 or newer is needed";
+  }
+  if (header.major == library.major && header.minor == library.minor) return "";
+  return "NCCL " + nccl_version_text(library_version) + " is loaded, but the windows of NCCL " +
+         nccl_version_text(header_version) + " were built in; both must be of one minor version";
+}
+
+std::string nccl_domain_problem(int domain_ranks, int ranks) {
+  if (domain_ranks == ranks) return "";
+  return "only " + std::to_string(domain_ranks) + " of the " + std::to_string(ranks) +
+         " ranks can reach each other's memory (one NVLink domain)";
+}
+
 std::string nccl_version_text(int version) {
   const Version v = parts(version);
   return std::to_string(v.major) + "." + std::to_string(v.minor) + "." + std::to_string(v.patch);

@@ -30,6 +30,13 @@ std::string nccl_problem(std::span<const NcclCandidate> ranks);
 /// Why this process can not use the library it has loaded; empty when it can. Both as NCCL_VERSION_CODE.
 std::string nccl_version_problem(int header_version, int library_version);
 
+/// Why this process can not use NCCL's windows; empty when it can. Their structure is that of one minor
+/// version.
+std::string nccl_window_problem(int header_version, int library_version);
+
+/// Why a group can not have windows when this many of its ranks are in one NVLink domain; empty when it can.
+std::string nccl_domain_problem(int domain_ranks, int ranks);
+
 /// "2.28.9" of 22809.
 std::string nccl_version_text(int version);
 

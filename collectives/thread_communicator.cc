@@ -10,6 +10,7 @@
 
 #include "mxopt/collectives/call_mismatch.h"
 #include "mxopt/collectives/deadline.h"
+#include "mxopt/collectives/host_exchange.h"
 #include "mxopt/collectives/process_identity.h"
 #include "mxopt/collectives/rank_sum.h"
 #include "mxopt/params/check.h"
@@ -388,6 +389,10 @@ std::shared_ptr<ThreadCommunicator::CallState> ThreadCommunicator::post(const Ca
                                                                         const void* in, Seat seat) {
   return std::make_shared<CallState>(group_, rank_,
                                      Post{.call = call, .out = out, .in = in, .seat = std::move(seat)});
+}
+
+PeerWindow ThreadCommunicator::open_window(const Buffer& buffer) {
+  return exchange_addresses(*this, buffer);
 }
 
 Work ThreadCommunicator::do_all_reduce(const Call& call, void* buffer) {

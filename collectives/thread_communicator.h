@@ -33,7 +33,9 @@ class ThreadCommunicator final : public Communicator {
   std::unique_ptr<Communicator> split(int color, int key) override;
   void abort(const std::string& reason) noexcept override;
   Health health() override;
-  std::vector<void*> peer_bases(const Buffer&) override { return {}; }
+  std::shared_ptr<Allocator> window_allocator() override { return default_allocator(device()); }
+  PeerWindow open_window(const Buffer& buffer) override;
+  CopyRates measure_copy_rates() override { return {}; }
 
  protected:
   Work do_all_reduce(const Call& call, void* buffer) override;

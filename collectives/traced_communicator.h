@@ -46,7 +46,9 @@ class TracedCommunicator final : public Communicator {
   std::unique_ptr<Communicator> split(int color, int key) override;
   void abort(const std::string& reason) noexcept override { inner_.abort(reason); }
   Health health() override { return inner_.health(); }
-  std::vector<void*> peer_bases(const Buffer& buffer) override { return inner_.peer_bases(buffer); }
+  std::shared_ptr<Allocator> window_allocator() override { return inner_.window_allocator(); }
+  PeerWindow open_window(const Buffer& buffer) override { return inner_.open_window(buffer); }
+  CopyRates measure_copy_rates() override { return inner_.measure_copy_rates(); }
 
  protected:
   Work do_all_reduce(const Call& call, void* buffer) override;

@@ -234,6 +234,13 @@ void describe_parallel(ConfigSchema& schema, ParallelConfig& config) {
       .alias("distributed_timeout_minutes");
   schema.add("parallel.init_timeout_s", config.init_timeout_s, Bounds::above(0).at_most(kMaxTimeout),
              "Longest wait for another rank while the run starts.", "seconds");
+  schema.add("parallel.gather", config.gather,
+             {{"auto", GatherChoice::kAuto},
+              {"direct", GatherChoice::kDirect},
+              {"collective", GatherChoice::kCollective}},
+             "How new weights reach the other ranks: all-gathers, or stores of the update into their memory "
+             "(NCCL in one "
+             "NVLink domain); auto: whichever costs less.");
   schema.add("parallel.gather_format", config.gather_format,
              {{"quantized", GatherFormat::kQuantized}, {"bf16", GatherFormat::kBf16}},
              "What the gather moves: quantized planes, or BF16 values that each rank quantizes.");
@@ -345,6 +352,11 @@ std::vector<Conflict> find_conflicts(const Config& config, DecaySteps decay_step
                                                          min.str()});
   }
   find_schedule_conflicts(config, decay_steps, found);
+  if (config.parallel.gather == GatherChoice::kDirect &&
+      config.parallel.gather_format == GatherFormat::kBf16) {
+    found.push_back({"parallel.gather", is_value("parallel.gather", "direct") +
+                                            "auto or collective when `parallel.gather_format` is bf16"});
+  }
   if (config.parallel.transport == Transport::kSelf && config.parallel.world_size > 1) {
     found.push_back({"parallel.world_size", is_value("parallel.world_size", config.parallel.world_size) +
                                                 "0 or 1 when `parallel.transport` is self"});

@@ -36,6 +36,9 @@ enum class WeightDecayKind { kConstant, kLinear, kCosine };
 enum class DeviceChoice { kAuto, kHost, kCuda };
 /// What the gather after a step moves: the quantized planes, or BF16 values that every rank quantizes itself.
 enum class GatherFormat { kQuantized, kBf16 };
+/// How what a step wrote reaches the other ranks: by all-gathers behind the update, or because the update
+/// stores it into their memory too. kAuto: whichever costs less, see gather_plan.h.
+enum class GatherChoice { kAuto, kDirect, kCollective };
 
 struct LossScaleConfig {
   LossScaleKind kind = LossScaleKind::kNone;
@@ -100,6 +103,7 @@ struct ParallelConfig {
   DeviceChoice device = DeviceChoice::kAuto;
   double timeout_s = 100;
   double init_timeout_s = 300;
+  GatherChoice gather = GatherChoice::kAuto;
   GatherFormat gather_format = GatherFormat::kQuantized;
   std::int64_t world_size = 0;  // 0: any
 };

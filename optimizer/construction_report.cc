@@ -49,6 +49,7 @@ std::string ConstructionReport::text() const {
   out << "cut bands: " << cut.cut_bands << ", " << std::fixed << std::setprecision(2) << 100 * cut.mean
       << " % of the column-plane elements (worst rank " << 100 * cut.worst_rank
       << " %); gradients are divided by " << average_divisor << " in the reduction";
+  if (!gather.empty()) out << "\ngather: " << gather;
   for (const std::string& line : fallbacks) out << "\nkept in bf16: " << line;
   return out.str();
 }

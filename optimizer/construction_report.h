@@ -18,7 +18,8 @@ struct ConstructionReport {
   std::int64_t buckets = 0;
   std::vector<std::string> fallbacks;     // one line for each MXFP8 request that became bf16, with its reason
   ByteCounts bytes;                       // of this rank
-  std::int64_t gather_staging_bytes = 0;  // gather_format bf16 only
+  std::int64_t gather_staging_bytes = 0;  // gather_format bf16, or direct stores
+  std::string gather;                     // which planes are stored to the peers directly, and why
   CutShare cut;
   std::int64_t average_divisor = 1;  // the one number gradients are divided by, inside the reduction
   std::uint64_t layout_digest = 0;

@@ -9,6 +9,7 @@
 
 #include "mxopt/collectives/host_exchange.h"
 #include "mxopt/optimizer/agreement.h"
+#include "mxopt/optimizer/gather_plan.h"
 #include "mxopt/optimizer/grad_sync.h"
 #include "mxopt/optimizer/initial_coverage.h"
 #include "mxopt/optimizer/loss_scale.h"
@@ -80,6 +81,56 @@ std::int64_t last_change(const ScheduleConfig& schedule) {
   return std::max(last_lr_change(schedule), last_weight_decay_change(schedule));
 }
 
+/// What stands before the rest of an optimizer is made: agreed on, and in direct reach of the peers. Its
+/// order is that in which it is made.
+struct Groundwork {
+  Plan plan;
+  GatherPlan gather;
+  std::unique_ptr<ParamStorage> storage;
+  PeerWindow window;  // goes first
+};
+
+/// Runs `body`, which sends nothing; where it throws on one rank, throws on all.
+template <class Body>
+void agreed(Communicator& comm, const Body& body) {
+  std::exception_ptr failure;
+  LayoutField problem = {"construction", ""};
+  try {
+    body();
+  } catch (const std::exception& error) {
+    failure = std::current_exception();
+    problem.text = error.what();
+  }
+  require_agreement(comm, std::span(&problem, 1));
+  if (failure) std::rethrow_exception(failure);
+}
+
+std::unique_ptr<Groundwork> lay_groundwork(std::vector<ParamSpec> specs, const Config& config,
+                                           Communicator& comm, Device device,
+                                           const std::shared_ptr<Allocator>& allocator) {
+  auto work = std::make_unique<Groundwork>(
+      Groundwork{make_agreed_plan(std::move(specs), config, comm, device), {}, nullptr, {}});
+  const Layout& layout = work->plan.layout;
+  work->gather = plan_gather(layout, config, comm);
+  agreed(comm, [&] {
+    const std::shared_ptr<Allocator> own = allocator != nullptr ? allocator : default_allocator(device);
+    StorageWindow window;
+    if (work->gather.is_row_direct) {
+      const std::shared_ptr<Allocator> of_windows = comm.window_allocator();
+      window = {allocator == nullptr && of_windows != nullptr ? of_windows : own,
+                work->gather.is_column_direct};
+    }
+    const auto params = static_cast<std::int64_t>(layout.params().size());
+    work->storage = std::make_unique<ParamStorage>(layout, config.optimizer.grad_dtype,
+                                                   std::max<std::int64_t>(1, params), device, own, window);
+  });
+  if (work->gather.is_row_direct) {
+    work->window = comm.open_window(work->storage->window());
+    if (!work->window.is_open()) work->gather = without_window(config.parallel.gather, work->window.reason);
+  }
+  return work;
+}
+
 /// The report of a step that a graph repeats.
 class CapturedStep final : public StepReport::Source {
  public:
@@ -92,17 +143,17 @@ class CapturedStep final : public StepReport::Source {
 
 class DistributedAdam::Impl {
  public:
-  Impl(Plan plan, const Config& config, Communicator& comm, Device device,
+  Impl(std::unique_ptr<Groundwork> groundwork, const Config& config, Communicator& comm, Device device,
        std::shared_ptr<Allocator> allocator)
       : config_(config),
         comm_(comm),
         device_(device),
-        plan_(std::move(plan)),
+        groundwork_(std::move(groundwork)),
+        plan_(groundwork_->plan),
+        storage_(*groundwork_->storage),
         allocator_(allocator != nullptr ? std::move(allocator) : default_allocator(device)),
-        storage_(layout(), config.optimizer.grad_dtype, std::max<std::int64_t>(1, param_count()), device,
-                 allocator_),
-        param_sync_(layout(), storage_, comm, config.parallel.gather_format, config.precision.scale_layout,
-                    allocator_),
+        param_sync_(layout(), storage_, comm, config.parallel.gather_format, groundwork_->gather,
+                    groundwork_->window, config.precision.scale_layout, allocator_),
         grad_sync_(layout(), storage_, comm),
         segments_(layout().segments(comm.rank())),
         segment_of_(layout().params().size(), -1),
@@ -123,6 +174,7 @@ class DistributedAdam::Impl {
       segment_of_[index(segments_[i].param)] = static_cast<int>(i);
     }
     report_.gather_staging_bytes = param_sync_.staging_bytes();
+    report_.gather = groundwork_->gather.text();
     for (const ParamGroup& group : plan_.groups.groups) group_names_.push_back(group.name);
   }
 
@@ -188,7 +240,7 @@ class DistributedAdam::Impl {
     std::vector<std::uint8_t> status(param_sync_.status().size());
     guarded(comm_, [&] {
       last_.join(stream);
-      param_sync_.open(stream);
+      param_sync_.open_publish(stream);
       const std::span<std::uint8_t> scales = param_sync_.scales_to_clear(SyncScope::kAll);
       fill_zero(scales.data(), static_cast<std::int64_t>(scales.size()), device_, stream);
       kernels_->writeback(stream);
@@ -421,11 +473,14 @@ class DistributedAdam::Impl {
 
   /// From written shards to whole params on every rank. The list of messages never depends on the outcome.
   void share_written(SyncScope scope, StreamRef stream, PhaseTimes* ms, const StepOutcome* outcome) {
+    const bool frozen_too = scope == SyncScope::kAll;
     PhaseClock clock;
+    kernels_->share_scales(frozen_too, outcome, stream);
     param_sync_.gather_rows(scope, stream);
     const double rows = clock.lap();
     param_sync_.reduce_scales(scope, stream);
-    kernels_->cast_cut_bands(scope == SyncScope::kAll, outcome, stream);
+    kernels_->spread_cut_codes(frozen_too, outcome, stream);
+    kernels_->cast_cut_bands(frozen_too, outcome, stream);
     const double scales = clock.lap();
     param_sync_.gather_columns(scope, stream);
     if (ms == nullptr) return;
@@ -570,9 +625,10 @@ class DistributedAdam::Impl {
   Config config_;
   Communicator& comm_;
   Device device_;
-  Plan plan_;
+  std::unique_ptr<Groundwork> groundwork_;
+  Plan& plan_;
+  const ParamStorage& storage_;
   std::shared_ptr<Allocator> allocator_;
-  ParamStorage storage_;
   ParamSync param_sync_;
   GradSync grad_sync_;
   std::vector<Segment> segments_;
@@ -595,17 +651,10 @@ class DistributedAdam::Impl {
 
 DistributedAdam::DistributedAdam(std::vector<ParamSpec> specs, const Config& config, Communicator& comm,
                                  Device device, std::shared_ptr<Allocator> allocator) {
-  Plan plan = make_agreed_plan(std::move(specs), config, comm, device);
-  std::exception_ptr failure;
-  LayoutField problem = {"construction", ""};
-  try {
-    impl_ = std::make_unique<Impl>(std::move(plan), config, comm, device, std::move(allocator));
-  } catch (const std::exception& error) {
-    failure = std::current_exception();
-    problem.text = error.what();
-  }
-  require_agreement(comm, std::span(&problem, 1));
-  if (failure) std::rethrow_exception(failure);
+  std::unique_ptr<Groundwork> groundwork = lay_groundwork(std::move(specs), config, comm, device, allocator);
+  agreed(comm, [&] {
+    impl_ = std::make_unique<Impl>(std::move(groundwork), config, comm, device, std::move(allocator));
+  });
 }
 
 DistributedAdam::~DistributedAdam() {

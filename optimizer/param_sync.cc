@@ -2,6 +2,8 @@
 
 #include <algorithm>
 #include <exception>
+#include <set>
+#include <tuple>
 
 namespace mxopt {
 
@@ -11,18 +13,39 @@ bool covers(SyncScope scope, const Family& family) {
   return scope == SyncScope::kAll || !family.frozen;
 }
 
+PeerStores stores_to(const PeerWindow& window, const Buffer& own, int rank) {
+  MXOPT_CHECK_LE(window.bases.size(), static_cast<std::size_t>(PeerStores::kMostPeers));
+  PeerStores peers;
+  for (std::size_t peer = 0; peer < window.bases.size(); ++peer) {
+    if (static_cast<int>(peer) == rank) continue;
+    // Of numbers: the addresses are of different allocations.
+    peers.distance[peers.count++] = static_cast<std::int64_t>(
+        reinterpret_cast<std::uintptr_t>(window.bases[peer]) - reinterpret_cast<std::uintptr_t>(own.data()));
+  }
+  return peers;
+}
+
 }  // namespace
 
 ParamSync::ParamSync(const Layout& layout, const ParamStorage& storage, Communicator& comm,
-                     GatherFormat format, ScaleLayout scale_layout, std::shared_ptr<Allocator> allocator)
+                     GatherFormat format, const GatherPlan& plan, const PeerWindow& window,
+                     ScaleLayout scale_layout, std::shared_ptr<Allocator> allocator)
     : layout_(layout),
       storage_(storage),
       comm_(comm),
       format_(format),
+      plan_(plan),
       scale_layout_(scale_layout),
       rows_(layout.buckets().size()),
       columns_(layout.buckets().size()),
       requantized_(storage.device()) {
+  if (plan_.is_row_direct) {
+    peers_ = stores_to(window, storage.window(), comm_.rank());
+    peers_.column_count = plan_.is_column_direct ? peers_.count : 0;
+    find_cut_bands();
+    message_ = Buffer(storage.scale_head_bytes() + code_bytes_, storage.device(), allocator);
+    token_ = Buffer(1, storage.device(), allocator);
+  }
   if (format_ == GatherFormat::kQuantized) return;
   staging_ = Buffer(layout.row_plane_elems() * dtype_bytes(DType::kBf16), storage.device(), allocator);
   packed_ = Buffer(layout.scale_bytes(), storage.device(), allocator);
@@ -43,6 +66,7 @@ ParamSync::~ParamSync() {
 
 void ParamSync::wait_for_peers() {
   reduced_.wait();
+  closed_.wait();
   for (std::vector<Gather>* gathers : {&rows_, &columns_}) {
     for (Gather& gather : *gathers) gather.work.wait();
   }
@@ -70,8 +94,55 @@ Bf16* ParamSync::staging(int param) const {
   return staging_.as<Bf16>().data() + layout_.bucket(p.bucket).value_begin + p.bucket_begin;
 }
 
+std::uint8_t* ParamSync::message_head() const {
+  return plan_.is_row_direct ? message_.data() : storage_.scale_head();
+}
+
 std::span<std::uint8_t> ParamSync::status() const {
-  return {storage_.scale_head(), layout_.params().size()};
+  return {message_head(), layout_.params().size()};
+}
+
+TypedSpan ParamSync::message(SyncScope scope) const {
+  const bool is_all = scope == SyncScope::kAll;
+  std::int64_t bytes = storage_.scale_head_bytes();
+  if (plan_.is_row_direct) {
+    bytes += is_all ? code_bytes_ : trainable_code_bytes_;
+  } else if (format_ == GatherFormat::kQuantized) {
+    bytes += is_all ? layout_.scale_bytes() : layout_.trainable_scale_bytes();
+  }
+  return {message_head(), DType::kUint8, bytes};
+}
+
+void ParamSync::find_cut_bands() {
+  std::set<std::tuple<bool, int, std::int64_t>> found;  // frozen, param, band
+  for (int rank = 0; rank < comm_.size(); ++rank) {
+    for (const mxopt::CutBand& cut : layout_.cut_bands(rank)) {
+      found.emplace(layout_.param(cut.param).family.frozen, cut.param, cut.band);
+    }
+  }
+  for (const auto& [is_frozen, param, band] : found) {
+    cut_bands_.push_back({param, band, code_bytes_});
+    code_bytes_ += layout_.param(param).cols;
+    if (is_frozen) continue;
+    trainable_code_bytes_ = code_bytes_;
+    ++trainable_cut_bands_;
+  }
+}
+
+std::uint8_t* ParamSync::staged_codes() const {
+  return plan_.is_row_direct ? message_.data() + storage_.scale_head_bytes() : nullptr;
+}
+
+std::vector<CutBandRow> ParamSync::cut_band_rows() const {
+  std::vector<CutBandRow> rows;
+  for (const CutBand& cut : cut_bands_) rows.push_back({planes(cut.param), cut.band, cut.codes});
+  return rows;
+}
+
+std::int64_t ParamSync::codes_of(int param, std::int64_t band) const {
+  const auto at = std::ranges::find_if(
+      cut_bands_, [&](const CutBand& cut) { return cut.param == param && cut.band == band; });
+  return at == cut_bands_.end() ? -1 : at->codes;
 }
 
 void ParamSync::open(StreamRef stream) {
@@ -88,11 +159,26 @@ void ParamSync::open(StreamRef stream) {
       gather.work = Work();
     }
   }
+  settle([&] { closed_.join(stream); }, [&] { return closed_.test(); });
+  closed_ = Work();
   for (std::size_t i = 0; i < open_readers_; ++i) {
     settle([&] { readers_[i].join(stream); }, [&] { return readers_[i].passed(); });
   }
   open_readers_ = 0;
-  fill_zero(storage_.scale_head(), storage_.scale_head_bytes(), storage_.device(), stream);
+  // Nothing but the status bytes, and what this rank stages for the MAX.
+  fill_zero(message_head(), plan_.is_row_direct ? message_.bytes() : storage_.scale_head_bytes(),
+            storage_.device(), stream);
+}
+
+void ParamSync::open_publish(StreamRef stream) {
+  open(stream);
+  if (plan_.is_row_direct) meet(stream).join(stream);
+}
+
+/// A reduction that no rank leaves before all have entered it.
+Work ParamSync::meet(StreamRef stream) {
+  return comm_.all_reduce(TypedSpan(token_.data(), DType::kUint8, 1), ReduceOp::kMax, Traffic::kControl,
+                          stream);
 }
 
 void ParamSync::forget_events() {
@@ -100,20 +186,22 @@ void ParamSync::forget_events() {
     for (Gather& gather : *gathers) gather.work = Work();
   }
   reduced_ = Work();
+  closed_ = Work();
   requantized_ = Event(storage_.device());
 }
 
 std::span<std::uint8_t> ParamSync::scales_to_clear(SyncScope scope) const {
-  if (format_ == GatherFormat::kBf16) return {};
+  if (format_ == GatherFormat::kBf16 || plan_.is_row_direct) return {};
   const std::int64_t bytes =
       scope == SyncScope::kAll ? layout_.scale_bytes() : layout_.trainable_scale_bytes();
   return {storage_.scales(), static_cast<std::size_t>(bytes)};
 }
 
-void ParamSync::start(Gather& gather, TypedSpan whole, Traffic traffic, StreamRef stream) {
+void ParamSync::start(Gather& gather, TypedSpan whole, Traffic traffic, bool is_direct, StreamRef stream) {
+  ++gather.version;
+  if (is_direct) return;
   const std::int64_t shard = whole.elems / comm_.size();
   gather.work = comm_.all_gather(whole, whole.sub(comm_.rank() * shard, shard), traffic, stream);
-  ++gather.version;
 }
 
 void ParamSync::join(Gather& gather, StreamRef stream) {
@@ -127,24 +215,19 @@ void ParamSync::gather_rows(SyncScope scope, StreamRef stream) {
     if (!covers(scope, bucket.family)) continue;
     Gather& gather = rows_[static_cast<std::size_t>(b)];
     if (bucket.family.format != ParamFormat::kMxfp8) {
-      start(gather, storage_.values(b), Traffic::kPlain, stream);
+      start(gather, storage_.values(b), Traffic::kPlain, plan_.is_row_direct, stream);
     } else if (format_ == GatherFormat::kQuantized) {
-      start(gather, storage_.row_plane(b), Traffic::kPlanes, stream);
+      start(gather, storage_.row_plane(b), Traffic::kPlanes, plan_.is_row_direct, stream);
     } else {
       Bf16* whole = staging_.as<Bf16>().data() + bucket.value_begin;
-      start(gather, TypedSpan(whole, DType::kBf16, bucket.elems), Traffic::kHighPrecision, stream);
+      start(gather, TypedSpan(whole, DType::kBf16, bucket.elems), Traffic::kHighPrecision, false, stream);
     }
   }
   comm_.group_end();
 }
 
 void ParamSync::reduce_scales(SyncScope scope, StreamRef stream) {
-  std::int64_t bytes = storage_.scale_head_bytes();
-  if (format_ == GatherFormat::kQuantized) {
-    bytes += scope == SyncScope::kAll ? layout_.scale_bytes() : layout_.trainable_scale_bytes();
-  }
-  reduced_ = comm_.all_reduce(TypedSpan(storage_.scale_head(), DType::kUint8, bytes), ReduceOp::kMax,
-                              Traffic::kScales, stream);
+  reduced_ = comm_.all_reduce(message(scope), ReduceOp::kMax, Traffic::kScales, stream);
   reduced_.join(stream);
 }
 
@@ -156,9 +239,13 @@ void ParamSync::gather_columns(SyncScope scope, StreamRef stream) {
     for (int b = static_cast<int>(layout_.buckets().size()) - 1; b >= 0; --b) {
       const Bucket& bucket = layout_.bucket(b);
       if (!covers(scope, bucket.family) || !bucket.family.has_column()) continue;
-      start(columns_[static_cast<std::size_t>(b)], storage_.column_plane(b), Traffic::kPlanes, stream);
+      start(columns_[static_cast<std::size_t>(b)], storage_.column_plane(b), Traffic::kPlanes,
+            plan_.is_column_direct, stream);
     }
     comm_.group_end();
+    if (!plan_.is_column_direct) return;
+    const bool is_any_cut = scope == SyncScope::kAll ? !cut_bands_.empty() : trainable_cut_bands_ > 0;
+    closed_ = is_any_cut ? meet(stream) : Work();
   }
 }
 
@@ -204,6 +291,7 @@ void ParamSync::wait(int param, Plane plane, StreamRef stream) {
   Gather& gather = plane == Plane::kRow ? rows_[bucket] : columns_[bucket];
   join(gather, stream);
   reduced_.join(stream);
+  if (plane == Plane::kColumn) closed_.join(stream);
   requantized_.join(stream);
   gather.waited_version = gather.version;
 }

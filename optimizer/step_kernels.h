@@ -5,6 +5,7 @@
 // rank owns.
 #pragma once
 
+#include <array>
 #include <cstdint>
 #include <memory>
 #include <span>
@@ -39,9 +40,41 @@ struct SegmentRow {
   int group = 0;
 };
 
+/// The ranks into whose memory writes go as well. That memory is arranged alike on all ranks, so one distance
+/// leads from any address here to its counterpart.
+struct PeerStores {
+  static constexpr int kMostPeers = 127;
+
+  std::int32_t count = 0;
+  std::int32_t column_count = 0;           // of column planes: count, or 0 where these are gathered
+  std::int64_t distance[kMostPeers] = {};  // bytes
+};
+
+/// A band that a shard boundary divides, on any rank: where its codes wait for their MAX over ranks, and
+/// where they go then.
+struct CutBandRow {
+  MxView planes;
+  std::int64_t band = 0;
+  std::int64_t codes = 0;  // offset of planes.cols staged bytes
+};
+
 struct StepTables {
   std::vector<SegmentRow> segments;
   DType grad_dtype = DType::kFp32;
+
+  PeerStores peers = {};
+  /// For the codes of cut bands; null: their partial codes go to the scale arrays.
+  std::uint8_t* staged_codes = nullptr;
+  std::vector<CutBandRow> cut_bands = {};  // of all ranks, those of frozen params last
+  std::int64_t trainable_cut_bands = 0;
+  /// [segments] offset of the codes of the segment's first and of its last band, where these are cut; empty
+  /// without staged_codes.
+  std::vector<std::array<std::int64_t, 2>> codes_of_segment = {};
+
+  /// Where the codes of a cut band of a segment are staged; -1: nowhere.
+  std::int64_t codes_at(std::size_t segment, bool is_first_band) const {
+    return staged_codes == nullptr ? -1 : codes_of_segment[segment][is_first_band ? 0 : 1];
+  }
 };
 
 /// Where a step's scalars live: all in the memory of the kernels' device.
@@ -86,6 +119,18 @@ class StepKernels {
 
   /// The same writeback without an update, frozen params included.
   virtual void writeback(StreamRef stream) = 0;
+
+  // With peers, bytes and values are stored to them in the passes above and in cast_cut_bands(). Scales
+  // follow in a pass of their own: as part of a tile they are single bytes, which cost the link as much as 64
+  // bytes of data each.
+
+  /// Stores the scales of the blocks that this rank owns as a whole to the peers. Nothing without peers.
+  /// frozen_too  as in writeback.
+  virtual void share_scales(bool frozen_too, const StepOutcome* outcome, StreamRef stream) = 0;
+
+  /// Copies the staged codes of all cut bands, as reduced over ranks, to the scale arrays of this rank.
+  /// Nothing without staged codes.
+  virtual void spread_cut_codes(bool frozen_too, const StepOutcome* outcome, StreamRef stream) = 0;
 
   /// Column bytes of the owned parts of cut bands, with the scales as reduced over ranks.
   /// frozen_too  as in writeback.

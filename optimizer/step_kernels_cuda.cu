@@ -4,6 +4,7 @@
 #include <vector>
 
 #include "mxopt/optimizer/run_sum_cuda.cuh"
+#include "mxopt/optimizer/scale_chunks.h"
 #include "mxopt/optimizer/step_kernels_cuda.h"
 #include "mxopt/optimizer/write_tile_cuda.cuh"
 #include "mxopt/params/launch_cuda.cuh"
@@ -18,21 +19,23 @@ __device__ void add_atomically(std::int64_t& sum, std::int64_t value) {
   }
 }
 
-template <bool kUpdate, class Grad>
-__global__ void __launch_bounds__(kThreads, 3) write_kernel(Pass pass, const AdamScalars* groups) {
+template <bool kUpdate, class Grad, bool kShared>
+__global__ void __launch_bounds__(kThreads, 3)
+    write_kernel(Pass pass, const AdamScalars* groups, const __grid_constant__ PeerStores peers) {
   const Tile tile = pass.tiles[blockIdx.x];
   const SegmentRow& segment = pass.segments[tile.segment];
   wait_for_former_launches();
   if (is_skipped(pass.outcome)) return;
   if ((tile.flags & kWhole) != 0) {
-    write_tile<kUpdate, Grad, true>(tile, segment, groups);
+    write_tile<kUpdate, Grad, kShared, true>(tile, segment, groups, pass.staged_codes, peers);
   } else {
-    write_tile<kUpdate, Grad, false>(tile, segment, groups);
+    write_tile<kUpdate, Grad, kShared, false>(tile, segment, groups, pass.staged_codes, peers);
   }
 }
 
 /// Column bytes of one tile of a cut band, with the reduced scales.
-__global__ void __launch_bounds__(kThreads) cast_kernel(Pass pass) {
+template <bool kShared>
+__global__ void __launch_bounds__(kThreads) cast_kernel(Pass pass, const __grid_constant__ PeerStores peers) {
   const Tile tile = pass.tiles[blockIdx.x];
   const SegmentRow& segment = pass.segments[tile.segment];
   wait_for_former_launches();
@@ -47,8 +50,51 @@ __global__ void __launch_bounds__(kThreads) cast_kernel(Pass pass) {
     w.pairs[i][0] = round_to_bf16(line[0], line[1]);
     w.pairs[i][1] = round_to_bf16(line[2], line[3]);
   }
-  const std::uint32_t codes = load_column_codes(segment.planes, tile.band, tile.column + lane.column);
-  write_column_bytes(segment.planes, lane, w, codes);
+  const std::uint32_t codes =
+      pass.staged_codes != nullptr
+          ? *reinterpret_cast<const std::uint32_t*>(pass.staged_codes + tile.codes + lane.column)
+          : load_column_codes(segment.planes, tile.band, tile.column + lane.column);
+  write_column_bytes<kShared>(segment.planes, lane, w, codes, peers);
+}
+
+/// The owned scales of one chunk, to the peers; neighbouring threads have neighbouring words.
+__global__ void __launch_bounds__(kThreads)
+    share_kernel(const SegmentRow* segments, const ScaleChunk* chunks, const StepOutcome* outcome,
+                 const __grid_constant__ PeerStores peers) {
+  const ScaleChunk chunk = chunks[blockIdx.x];
+  const SegmentRow& segment = segments[chunk.segment];
+  wait_for_former_launches();
+  if (is_skipped(outcome)) return;
+  std::uint8_t* const scales = chunk.is_column ? segment.planes.column_scales : segment.planes.row_scales;
+  for (int at = static_cast<int>(threadIdx.x) * 4; at < chunk.bytes; at += kThreads * 4) {
+    const std::uint32_t owned = owned_scales(segment, chunk.is_column, chunk.begin + at);
+    if (owned == 0) continue;
+    std::uint8_t* const from = scales + chunk.begin + at;
+    const std::uint32_t word = *reinterpret_cast<const std::uint32_t*>(from);
+    for (int peer = 0; peer < peers.count; ++peer) {
+      std::uint8_t* const to = from + peers.distance[peer];
+      if (owned == 0xF) {
+        *reinterpret_cast<std::uint32_t*>(to) = word;
+        continue;
+      }
+#pragma unroll
+      for (int k = 0; k < 4; ++k) {
+        if ((owned >> k & 1) != 0) to[k] = static_cast<std::uint8_t>(word >> (8 * k));
+      }
+    }
+  }
+}
+
+/// Staged codes of one cut band, to its place in the scale array of this rank.
+__global__ void __launch_bounds__(kThreads)
+    spread_kernel(const CutBandRow* bands, const std::uint8_t* staged_codes, const StepOutcome* outcome) {
+  const CutBandRow& band = bands[blockIdx.x];
+  wait_for_former_launches();
+  if (is_skipped(outcome)) return;
+  for (std::int64_t c = std::int64_t{threadIdx.x} * 4; c < band.planes.cols; c += kThreads * 4) {
+    store_column_codes(band.planes, band.band, c,
+                       *reinterpret_cast<const std::uint32_t*>(staged_codes + band.codes + c));
+  }
 }
 
 /// Sums of squares; a warp takes the 32 runs of a tile. The limbs of each thread are a column of shared
@@ -165,7 +211,9 @@ class DeviceTable {
 
 /// The tiles of the segments, and which of them belong to cut bands.
 struct Tiling {
+  const StepTables& tables;
   std::vector<Tile> all, cut;
+  std::vector<ScaleChunk> scales;  // where there are peers
 
   /// As 4096 elements in a row each.
   void add_lines(std::int32_t index, const SegmentRow& segment) {
@@ -182,14 +230,20 @@ struct Tiling {
     const std::int64_t cols = segment.planes.cols;
     const std::int64_t band_elems = kBlockElems * cols;
     const std::int64_t end = segment.param_begin + segment.elems;
-    for (std::int64_t band = segment.param_begin / band_elems; band * band_elems < end; ++band) {
+    const std::int64_t most = std::max(cols, segment.planes.rows / kBlockElems);
+    MXOPT_CHECK_LE(most, std::numeric_limits<std::int32_t>::max());
+    const std::int64_t first_band = segment.param_begin / band_elems;
+    for (std::int64_t band = first_band; band * band_elems < end; ++band) {
       const bool is_cut = band * band_elems < segment.param_begin || (band + 1) * band_elems > end;
       for (std::int64_t column = 0; column < cols; column += kTileWidth) {
         const std::int64_t width = std::min<std::int64_t>(kTileWidth, cols - column);
         Tile tile;
         tile.begin = band * band_elems + column;
-        tile.band = band;
-        tile.column = column;
+        tile.band = static_cast<std::int32_t>(band);
+        tile.column = static_cast<std::int32_t>(column);
+        if (is_cut && tables.staged_codes != nullptr) {
+          tile.codes = tables.codes_at(static_cast<std::size_t>(index), band == first_band) + column;
+        }
         tile.segment = index;
         tile.flags = static_cast<std::int16_t>(is_cut                   ? kBand | kCut
                                                : cols <= kLongestStride ? kBand | kWhole
@@ -207,42 +261,44 @@ bool is_frozen(const SegmentRow& segment) {
 }
 
 /// Of the segments that a step changes, or of the frozen ones.
-Tiling write_tiling(const std::vector<SegmentRow>& segments, bool frozen) {
-  Tiling tiling;
-  for (std::size_t s = 0; s < segments.size(); ++s) {
-    const SegmentRow& segment = segments[s];
+Tiling write_tiling(const StepTables& tables, bool frozen) {
+  Tiling tiling{tables, {}, {}, {}};
+  for (std::size_t s = 0; s < tables.segments.size(); ++s) {
+    const SegmentRow& segment = tables.segments[s];
     if (is_frozen(segment) != frozen) continue;
     if (segment.planes.column_data == nullptr) {
       tiling.add_lines(static_cast<std::int32_t>(s), segment);
     } else {
       tiling.add_bands(static_cast<std::int32_t>(s), segment);
     }
+    if (tables.peers.count > 0) add_scale_chunks(static_cast<std::int32_t>(s), segment, tiling.scales);
   }
   return tiling;
 }
 
-Tiling grad_tiling(const std::vector<SegmentRow>& segments) {
-  Tiling tiling;
-  for (std::size_t s = 0; s < segments.size(); ++s) {
-    if (!is_frozen(segments[s])) tiling.add_lines(static_cast<std::int32_t>(s), segments[s]);
+Tiling grad_tiling(const StepTables& tables) {
+  Tiling tiling{tables, {}, {}, {}};
+  for (std::size_t s = 0; s < tables.segments.size(); ++s) {
+    if (!is_frozen(tables.segments[s])) tiling.add_lines(static_cast<std::int32_t>(s), tables.segments[s]);
   }
   return tiling;
 }
 
-/// Trainable tiles, and behind them the frozen ones: a pass over all is one launch too.
-struct TileTable {
-  TileTable(const std::vector<Tile>& trainable, const std::vector<Tile>& frozen, Device device,
-            const std::shared_ptr<Allocator>& allocator, StreamRef stream)
-      : trainable_tiles(static_cast<std::int64_t>(trainable.size())),
+/// Rows of trainable params, and behind them those of frozen ones: a pass over all is one launch too.
+template <class Row>
+struct ScopedTable {
+  ScopedTable(const std::vector<Row>& trainable, const std::vector<Row>& frozen, Device device,
+              const std::shared_ptr<Allocator>& allocator, StreamRef stream)
+      : trainable_rows(static_cast<std::int64_t>(trainable.size())),
         table(joined(trainable, frozen), device, allocator, stream) {}
 
-  std::int64_t count(bool frozen_too) const { return frozen_too ? table.size() : trainable_tiles; }
+  std::int64_t count(bool frozen_too) const { return frozen_too ? table.size() : trainable_rows; }
 
-  std::int64_t trainable_tiles;
-  DeviceTable<Tile> table;
+  std::int64_t trainable_rows;
+  DeviceTable<Row> table;
 
  private:
-  static std::vector<Tile> joined(std::vector<Tile> first, const std::vector<Tile>& second) {
+  static std::vector<Row> joined(std::vector<Row> first, const std::vector<Row>& second) {
     first.insert(first.end(), second.begin(), second.end());
     return first;
   }
@@ -255,10 +311,15 @@ class CudaStepKernels final : public StepKernels {
       : device_(device),
         allocator_(std::move(allocator)),
         grad_dtype_(tables.grad_dtype),
+        peers_(tables.peers),
+        staged_codes_(tables.staged_codes),
+        trainable_cut_bands_(tables.trainable_cut_bands),
         segments_(tables.segments, device, allocator_, setup.ref()),
         write_tiles_(trainable.all, frozen.all, device, allocator_, setup.ref()),
         cut_tiles_(trainable.cut, frozen.cut, device, allocator_, setup.ref()),
-        grad_tiles_(grad_tiling(tables.segments).all, device, allocator_, setup.ref()) {
+        scale_chunks_(trainable.scales, frozen.scales, device, allocator_, setup.ref()),
+        cut_bands_(tables.cut_bands, device, allocator_, setup.ref()),
+        grad_tiles_(grad_tiling(tables).all, device, allocator_, setup.ref()) {
     synchronize(device, setup.ref());
     MXOPT_CHECK_LE(write_tiles_.count(true), std::numeric_limits<std::int32_t>::max());  // CTAs of a launch
     const DeviceGuard guard(device_.index);
@@ -271,7 +332,7 @@ class CudaStepKernels final : public StepKernels {
 
   void grad_stats(StepStatistics& statistics, StreamRef stream) override {
     const std::int64_t tiles = grad_tiles_.size();
-    const Pass pass = {segments_.data(), grad_tiles_.data(), nullptr};
+    const Pass pass = {segments_.data(), grad_tiles_.data(), nullptr, nullptr};
     const std::int64_t blocks = few_blocks((tiles + kWarps - 1) / kWarps);
     if (grad_dtype_ == DType::kFp32) {
       launch(blocks, kThreads, stream, grad_stats_kernel<float>, pass, tiles, &statistics);
@@ -292,24 +353,28 @@ class CudaStepKernels final : public StepKernels {
 
   void fused_update(std::span<const AdamScalars> groups, const StepOutcome* outcome,
                     StreamRef stream) override {
-    const Pass pass = {segments_.data(), write_tiles_.table.data(), outcome};
-    const std::int64_t tiles = write_tiles_.count(false);
     if (grad_dtype_ == DType::kFp32) {
-      launch(tiles, kThreads, stream, write_kernel<true, float>, pass, groups.data());
+      write<true, float>(groups.data(), false, outcome, stream);
     } else {
-      launch(tiles, kThreads, stream, write_kernel<true, Bf16>, pass, groups.data());
+      write<true, Bf16>(groups.data(), false, outcome, stream);
     }
   }
 
-  void writeback(StreamRef stream) override {
-    const Pass pass = {segments_.data(), write_tiles_.table.data(), nullptr};
-    launch(write_tiles_.count(true), kThreads, stream, write_kernel<false, float>, pass,
-           static_cast<const AdamScalars*>(nullptr));
+  void writeback(StreamRef stream) override { write<false, float>(nullptr, true, nullptr, stream); }
+
+  void share_scales(bool frozen_too, const StepOutcome* outcome, StreamRef stream) override {
+    launch(scale_chunks_.count(frozen_too), kThreads, stream, share_kernel, segments_.data(),
+           scale_chunks_.table.data(), outcome, peers_);
+  }
+
+  void spread_cut_codes(bool frozen_too, const StepOutcome* outcome, StreamRef stream) override {
+    launch(frozen_too ? cut_bands_.size() : trainable_cut_bands_, kThreads, stream, spread_kernel,
+           cut_bands_.data(), static_cast<const std::uint8_t*>(staged_codes_), outcome);
   }
 
   void cast_cut_bands(bool frozen_too, const StepOutcome* outcome, StreamRef stream) override {
-    const Pass pass = {segments_.data(), cut_tiles_.table.data(), outcome};
-    launch(cut_tiles_.count(frozen_too), kThreads, stream, cast_kernel, pass);
+    launch(cut_tiles_.count(frozen_too), kThreads, stream,
+           peers_.count > 0 ? cast_kernel<true> : cast_kernel<false>, pass_of(cut_tiles_, outcome), peers_);
   }
 
   void load_master(float* master, ConstTypedSpan values, StreamRef stream) override {
@@ -327,6 +392,18 @@ class CudaStepKernels final : public StepKernels {
   }
 
  private:
+  Pass pass_of(const ScopedTable<Tile>& tiles, const StepOutcome* outcome) const {
+    return {segments_.data(), tiles.table.data(), outcome, staged_codes_};
+  }
+
+  template <bool kUpdate, class Grad>
+  void write(const AdamScalars* groups, bool frozen_too, const StepOutcome* outcome, StreamRef stream) {
+    // Without peers the kernel has no trace of them.
+    launch(write_tiles_.count(frozen_too), kThreads, stream,
+           peers_.count > 0 ? write_kernel<kUpdate, Grad, true> : write_kernel<kUpdate, Grad, false>,
+           pass_of(write_tiles_, outcome), groups, peers_);
+  }
+
   /// A grid that fills the device once.
   std::int64_t few_blocks(std::int64_t wanted) const {
     return std::min<std::int64_t>(wanted, static_cast<std::int64_t>(processors_) * 6);
@@ -342,8 +419,13 @@ class CudaStepKernels final : public StepKernels {
   Device device_;
   std::shared_ptr<Allocator> allocator_;
   DType grad_dtype_;
+  PeerStores peers_;
+  std::uint8_t* staged_codes_;
+  std::int64_t trainable_cut_bands_;
   DeviceTable<SegmentRow> segments_;
-  TileTable write_tiles_, cut_tiles_;
+  ScopedTable<Tile> write_tiles_, cut_tiles_;
+  ScopedTable<ScaleChunk> scale_chunks_;
+  DeviceTable<CutBandRow> cut_bands_;
   DeviceTable<Tile> grad_tiles_;
   int processors_ = 0;
 };
@@ -353,9 +435,8 @@ class CudaStepKernels final : public StepKernels {
 std::unique_ptr<StepKernels> make_step_kernels(StepTables tables, Device device,
                                                std::shared_ptr<Allocator> allocator) {
   const Stream setup(device);
-  return std::make_unique<CudaStepKernels>(tables, write_tiling(tables.segments, false),
-                                           write_tiling(tables.segments, true), device, std::move(allocator),
-                                           setup);
+  return std::make_unique<CudaStepKernels>(tables, write_tiling(tables, false), write_tiling(tables, true),
+                                           device, std::move(allocator), setup);
 }
 
 }  // namespace mxopt::cuda

@@ -6,6 +6,7 @@
 #include <cstring>
 
 #include "mxopt/optimizer/exact_sum.h"
+#include "mxopt/optimizer/scale_chunks.h"
 #include "mxopt/quant/block_host.h"
 
 namespace mxopt::host {
@@ -25,7 +26,17 @@ struct Tile {
   std::int64_t band = -1;  // -1: a run of elements
   std::int64_t begin = 0;
   std::int64_t end = 0;
+  std::int64_t codes = -1;  // cut: where the codes of its columns are staged; -1: nowhere
 };
+
+/// What was written here, to its counterpart in the memory of the first `count` peers.
+[[gnu::always_inline]] inline void share(const void* written, std::int64_t bytes, const PeerStores& peers,
+                                         int count) {
+  auto* const at = static_cast<std::uint8_t*>(const_cast<void*>(written));
+  for (int peer = 0; peer < count; ++peer) {
+    std::memcpy(at + peers.distance[peer], at, static_cast<std::size_t>(bytes));
+  }
+}
 
 /// Scratch of one tile; lives on the stack of the thread that works on it.
 struct Scratch {
@@ -88,7 +99,8 @@ struct RowPiece {
 /// Rounds w to BF16 in place, writes its row blocks; `offset` is that of w[0] in the param, n a multiple
 /// of 32.
 [[gnu::always_inline]] inline std::int64_t write_row_blocks(const MxView& planes, std::int64_t offset,
-                                                            std::int64_t n, float* w) {
+                                                            std::int64_t n, float* w,
+                                                            const PeerStores& peers) {
   for (std::int64_t i = 0; i < n; ++i) w[i] = bf16_rne(w[i]);
   std::int64_t row = offset / planes.cols;
   std::int64_t block = offset % planes.cols / kBlockElems;
@@ -103,14 +115,18 @@ struct RowPiece {
       ++row;
     }
   }
+  share(planes.row_data + offset, n, peers, peers.count);
   return count_nonfinite(w, n);
 }
 
 [[gnu::always_inline]] inline std::int64_t write_values(const SegmentRow& segment, std::int64_t offset,
-                                                        std::int64_t n, const float* w) {
+                                                        std::int64_t n, const float* w,
+                                                        const PeerStores& peers) {
   const std::int64_t at = segment.param_begin + offset;
   if (segment.values_dtype == DType::kFp32) {
-    std::memcpy(static_cast<float*>(segment.values) + at, w, static_cast<std::size_t>(n) * sizeof(float));
+    float* const out = static_cast<float*>(segment.values) + at;
+    std::memcpy(out, w, static_cast<std::size_t>(n) * sizeof(float));
+    share(out, n * static_cast<std::int64_t>(sizeof(float)), peers, peers.count);
     return count_nonfinite(w, n);
   }
   Bf16* __restrict out = static_cast<Bf16*>(segment.values) + at;
@@ -120,12 +136,13 @@ struct RowPiece {
     out[i].bits = static_cast<std::uint16_t>(bits);
     bad += (bits & 0x7F80u) == 0x7F80u ? 1u : 0u;
   }
+  share(out, n * static_cast<std::int64_t>(sizeof(Bf16)), peers, peers.count);
   return bad;
 }
 
 /// Final codes and bytes of the tile's columns, all of whose elements are in w.
 [[gnu::always_inline]] inline void write_column_blocks(const Tile& tile, const MxView& planes,
-                                                       Scratch& scratch) {
+                                                       Scratch& scratch, const PeerStores& peers) {
   const std::int64_t n = tile.end - tile.begin;
   for (std::int64_t j = 0; j < n; ++j) {
     const std::uint32_t code = e8m0_from_amax_bits(scratch.amax[j]);
@@ -133,8 +150,9 @@ struct RowPiece {
     scratch.reciprocals[j] = e8m0_reciprocal(code);
   }
   for (std::int64_t row = 0; row < kBlockElems; ++row) {
-    encode_columns(scratch.w + row * kTileCols, scratch.reciprocals,
-                   planes.column_data + (tile.band * kBlockElems + row) * planes.cols + tile.begin, n);
+    std::uint8_t* const out = planes.column_data + (tile.band * kBlockElems + row) * planes.cols + tile.begin;
+    encode_columns(scratch.w + row * kTileCols, scratch.reciprocals, out, n);
+    share(out, n, peers, peers.column_count);
   }
 }
 
@@ -148,15 +166,17 @@ struct RowPiece {
 
 /// One tile of the fused update, or of the writeback alone when scalars are null. Returns the non-finite
 /// masters.
-MXOPT_HOST_CLONES std::int64_t write_tile(const Tile& tile, const SegmentRow& segment, DType grad_dtype,
-                                          const AdamScalars* scalars) {
+MXOPT_HOST_CLONES std::int64_t write_tile(const Tile& tile, const SegmentRow& segment,
+                                          const StepTables& tables, const AdamScalars* scalars) {
+  const DType grad_dtype = tables.grad_dtype;
+  const PeerStores& peers = tables.peers;
   Scratch scratch;
   const MxView& planes = segment.planes;
   if (tile.band < 0) {
     const std::int64_t n = tile.end - tile.begin;
     load_run(segment, grad_dtype, tile.begin, n, scalars, scratch.grad, scratch.w);
-    return planes.rows == 0 ? write_values(segment, tile.begin, n, scratch.w)
-                            : write_row_blocks(planes, segment.param_begin + tile.begin, n, scratch.w);
+    return planes.rows == 0 ? write_values(segment, tile.begin, n, scratch.w, peers)
+                            : write_row_blocks(planes, segment.param_begin + tile.begin, n, scratch.w, peers);
   }
   std::int64_t bad = 0;
   std::fill_n(scratch.amax, tile.end - tile.begin, 0u);
@@ -166,26 +186,37 @@ MXOPT_HOST_CLONES std::int64_t write_tile(const Tile& tile, const SegmentRow& se
     const std::int64_t n = piece.last - piece.first;
     float* w = scratch.w + row * kTileCols + piece.first;
     load_run(segment, grad_dtype, piece.offset - segment.param_begin, n, scalars, scratch.grad, w);
-    bad += write_row_blocks(planes, piece.offset, n, w);
+    bad += write_row_blocks(planes, piece.offset, n, w, peers);
     column_amax_bits(scratch.amax + piece.first, w, n);
   }
-  if (tile.cut) {
-    for (std::int64_t j = 0; j < tile.end - tile.begin; ++j)
-      scratch.amax[j] = e8m0_from_amax_bits(scratch.amax[j]);
-  } else {
-    write_column_blocks(tile, planes, scratch);
+  if (!tile.cut) {
+    write_column_blocks(tile, planes, scratch, peers);
+    store_column_codes(tile, planes, scratch.amax);
+    return bad;
   }
-  store_column_codes(tile, planes, scratch.amax);
+  for (std::int64_t j = 0; j < tile.end - tile.begin; ++j)
+    scratch.amax[j] = e8m0_from_amax_bits(scratch.amax[j]);
+  if (tables.staged_codes == nullptr) {
+    store_column_codes(tile, planes, scratch.amax);
+  } else {
+    for (std::int64_t j = 0; j < tile.end - tile.begin; ++j) {
+      tables.staged_codes[tile.codes + j] = static_cast<std::uint8_t>(scratch.amax[j]);
+    }
+  }
   return bad;
 }
 
 /// Column bytes of the owned part of a cut band.
-MXOPT_HOST_CLONES void cast_tile(const Tile& tile, const SegmentRow& segment) {
+MXOPT_HOST_CLONES void cast_tile(const Tile& tile, const SegmentRow& segment, const StepTables& tables) {
   Scratch scratch;
   const MxView& planes = segment.planes;
   for (std::int64_t j = 0; j < tile.end - tile.begin; ++j) {
-    scratch.reciprocals[j] = e8m0_reciprocal(planes.column_scales[column_scale_offset(
-        tile.band, tile.begin + j, planes.rows, planes.cols, planes.scale_layout)]);
+    const std::uint8_t code =
+        tables.staged_codes != nullptr
+            ? tables.staged_codes[tile.codes + j]
+            : planes.column_scales[column_scale_offset(tile.band, tile.begin + j, planes.rows, planes.cols,
+                                                       planes.scale_layout)];
+    scratch.reciprocals[j] = e8m0_reciprocal(code);
   }
   for (std::int64_t row = 0; row < kBlockElems; ++row) {
     const RowPiece piece = row_piece(tile, segment, row);
@@ -193,6 +224,27 @@ MXOPT_HOST_CLONES void cast_tile(const Tile& tile, const SegmentRow& segment) {
     const std::int64_t n = piece.last - piece.first;
     round_to_bf16(segment.master + (piece.offset - segment.param_begin), scratch.w, n);
     encode_columns(scratch.w, scratch.reciprocals + piece.first, planes.column_data + piece.offset, n);
+    share(planes.column_data + piece.offset, n, tables.peers, tables.peers.column_count);
+  }
+}
+
+/// The owned scales of one chunk, to the peers.
+void share_chunk(const ScaleChunk& chunk, const SegmentRow& segment, const PeerStores& peers) {
+  std::uint8_t* const scales = chunk.is_column ? segment.planes.column_scales : segment.planes.row_scales;
+  for (std::int64_t at = chunk.begin; at < chunk.begin + chunk.bytes; at += 4) {
+    const std::uint32_t owned = owned_scales(segment, chunk.is_column, at);
+    for (std::int64_t k = 0; k < 4; ++k) {
+      if ((owned >> k & 1u) != 0) share(scales + at + k, 1, peers, peers.count);
+    }
+  }
+}
+
+/// Staged codes of a cut band, to the scale array of this rank.
+void spread_codes(const CutBandRow& row, const std::uint8_t* staged_codes) {
+  const MxView& planes = row.planes;
+  for (std::int64_t c = 0; c < planes.cols; ++c) {
+    planes.column_scales[column_scale_offset(row.band, c, planes.rows, planes.cols, planes.scale_layout)] =
+        staged_codes[row.codes + c];
   }
 }
 
@@ -235,6 +287,9 @@ class HostStepKernels final : public StepKernels {
         add_bands(static_cast<std::int32_t>(s), tiles, frozen ? frozen_cut_tiles_ : cut_tiles_);
       }
       if (!frozen) add_runs(static_cast<std::int32_t>(s), runs_);
+      if (tables_.peers.count > 0) {
+        add_scale_chunks(static_cast<std::int32_t>(s), segment, frozen ? frozen_chunks_ : chunks_);
+      }
     }
   }
 
@@ -287,6 +342,20 @@ class HostStepKernels final : public StepKernels {
     write(frozen_tiles_, {});
   }
 
+  void share_scales(bool frozen_too, const StepOutcome* outcome, StreamRef) override {
+    if (!takes(outcome)) return;
+    share(chunks_);
+    if (frozen_too) share(frozen_chunks_);
+  }
+
+  void spread_cut_codes(bool frozen_too, const StepOutcome* outcome, StreamRef) override {
+    const std::size_t count =
+        frozen_too ? tables_.cut_bands.size() : static_cast<std::size_t>(tables_.trainable_cut_bands);
+    if (!takes(outcome) || count == 0) return;
+    ++launches_;
+    for (std::size_t i = 0; i < count; ++i) spread_codes(tables_.cut_bands[i], tables_.staged_codes);
+  }
+
   void cast_cut_bands(bool frozen_too, const StepOutcome* outcome, StreamRef) override {
     if (!takes(outcome)) return;
     cast(cut_tiles_);
@@ -309,7 +378,7 @@ class HostStepKernels final : public StepKernels {
   void add_runs(std::int32_t s, std::vector<Tile>& tiles) const {
     const std::int64_t elems = tables_.segments[static_cast<std::size_t>(s)].elems;
     for (std::int64_t begin = 0; begin < elems; begin += kChunkElems) {
-      tiles.push_back({s, false, -1, begin, std::min(begin + kChunkElems, elems)});
+      tiles.push_back({s, false, -1, begin, std::min(begin + kChunkElems, elems), -1});
     }
   }
 
@@ -318,10 +387,14 @@ class HostStepKernels final : public StepKernels {
     const std::int64_t cols = segment.planes.cols;
     const std::int64_t band_elems = kBlockElems * cols;
     const std::int64_t end = segment.param_begin + segment.elems;
-    for (std::int64_t band = segment.param_begin / band_elems; band * band_elems < end; ++band) {
+    const std::int64_t first_band = segment.param_begin / band_elems;
+    for (std::int64_t band = first_band; band * band_elems < end; ++band) {
       const bool cut = band * band_elems < segment.param_begin || (band + 1) * band_elems > end;
+      const std::int64_t codes =
+          cut ? tables_.codes_at(static_cast<std::size_t>(s), band == first_band) : std::int64_t{-1};
       for (std::int64_t begin = 0; begin < cols; begin += kTileCols) {
-        const Tile tile = {s, cut, band, begin, std::min(begin + kTileCols, cols)};
+        const Tile tile = {
+            s, cut, band, begin, std::min(begin + kTileCols, cols), codes < 0 ? codes : codes + begin};
         tiles.push_back(tile);
         if (cut) cut_tiles.push_back(tile);
       }
@@ -337,7 +410,7 @@ class HostStepKernels final : public StepKernels {
       const SegmentRow& segment = tables_.segments[static_cast<std::size_t>(tile.segment)];
       const AdamScalars* scalars =
           groups.empty() ? nullptr : &groups[static_cast<std::size_t>(segment.group)];
-      if (write_tile(tile, segment, tables_.grad_dtype, scalars) != 0) mark(segment, kStatusNonFiniteMaster);
+      if (write_tile(tile, segment, tables_, scalars) != 0) mark(segment, kStatusNonFiniteMaster);
     }
   }
 
@@ -347,7 +420,18 @@ class HostStepKernels final : public StepKernels {
 #pragma omp parallel for schedule(static)
     for (std::int64_t i = 0; i < count; ++i) {
       const Tile& tile = tiles[static_cast<std::size_t>(i)];
-      cast_tile(tile, tables_.segments[static_cast<std::size_t>(tile.segment)]);
+      cast_tile(tile, tables_.segments[static_cast<std::size_t>(tile.segment)], tables_);
+    }
+  }
+
+  void share(const std::vector<ScaleChunk>& chunks) {
+    if (chunks.empty()) return;
+    ++launches_;
+    const auto count = static_cast<std::int64_t>(chunks.size());
+#pragma omp parallel for schedule(static)
+    for (std::int64_t i = 0; i < count; ++i) {
+      const ScaleChunk& chunk = chunks[static_cast<std::size_t>(i)];
+      share_chunk(chunk, tables_.segments[static_cast<std::size_t>(chunk.segment)], tables_.peers);
     }
   }
 
@@ -359,6 +443,7 @@ class HostStepKernels final : public StepKernels {
   StepTables tables_;
   std::vector<Tile> tiles_, frozen_tiles_;
   std::vector<Tile> cut_tiles_, frozen_cut_tiles_;
+  std::vector<ScaleChunk> chunks_, frozen_chunks_;
   std::vector<Tile> runs_;  // of the gradients; their starts are multiples of 128 in the param
 };
 

@@ -6,6 +6,10 @@ StepTables make_step_tables(const Layout& layout, const ParamStorage& storage, c
                             std::span<const int> group_of, int rank) {
   StepTables tables;
   tables.grad_dtype = storage.grad_dtype();
+  tables.peers = sync.peers();
+  tables.staged_codes = sync.staged_codes();
+  tables.cut_bands = sync.cut_band_rows();
+  tables.trainable_cut_bands = sync.trainable_cut_bands();
   for (const Segment& segment : layout.segments(rank)) {
     const ParamLayout& param = layout.param(segment.param);
     const std::int64_t offset = segment.bucket_begin - layout.shard_begin(segment.bucket, rank);
@@ -13,7 +17,7 @@ StepTables make_step_tables(const Layout& layout, const ParamStorage& storage, c
     row.elems = segment.elems;
     row.param_begin = segment.param_begin;
     row.master = storage.master(segment.bucket) + offset;
-    row.status = storage.scale_head() + segment.param;
+    row.status = sync.status().data() + segment.param;
     row.group = group_of[static_cast<std::size_t>(segment.param)];
     if (!param.family.frozen) {
       row.exp_avg = storage.exp_avg(segment.bucket) + offset;
@@ -30,6 +34,14 @@ StepTables make_step_tables(const Layout& layout, const ParamStorage& storage, c
       row.values_dtype = values.dtype;
     }
     tables.segments.push_back(row);
+    if (tables.staged_codes == nullptr) continue;
+    std::array<std::int64_t, 2> codes = {-1, -1};
+    if (param.family.has_column() && segment.elems > 0) {
+      const std::int64_t band_elems = kBlockElems * param.cols;
+      codes = {sync.codes_of(segment.param, segment.param_begin / band_elems),
+               sync.codes_of(segment.param, (segment.param_begin + segment.elems - 1) / band_elems)};
+    }
+    tables.codes_of_segment.push_back(codes);
   }
   return tables;
 }

@@ -31,7 +31,8 @@ enum TileFlags : std::int32_t {
 /// row, as lines of 128. So both are walked in the same way: line l begins at begin + l * stride.
 struct Tile {
   std::int64_t begin = 0;             // of the first element, in the param
-  std::int64_t band = 0, column = 0;  // kBand: where the tile is
+  std::int64_t codes = -1;            // kCut: where the codes of its columns are staged; -1: nowhere
+  std::int32_t band = 0, column = 0;  // kBand: where the tile is
   std::int32_t segment = 0;           // in the table
   std::int16_t flags = 0;
   std::int16_t width = kTileWidth;  // elements of a line
@@ -43,7 +44,22 @@ struct Pass {
   const SegmentRow* segments = nullptr;
   const Tile* tiles = nullptr;
   const StepOutcome* outcome = nullptr;  // null: always do it
+  std::uint8_t* staged_codes = nullptr;  // of cut bands; null: their codes are in the scale arrays
 };
+
+/// Stores to `to`, and kShared: to its counterpart in the memory of the first `count` peers.
+///
+/// An ordinary store is enough: what a kernel stored is in the peer's memory when the kernel is over, and a
+/// peer reads it only behind a reduction that this rank enters after the kernel.
+template <bool kShared, class Word>
+__device__ __forceinline__ void store(Word* to, const Word& value, const PeerStores& peers, int count) {
+  *to = value;
+  if constexpr (kShared) {
+    for (int peer = 0; peer < count; ++peer) {
+      *reinterpret_cast<Word*>(reinterpret_cast<std::uint8_t*>(to) + peers.distance[peer]) = value;
+    }
+  }
+}
 
 __device__ __forceinline__ bool is_skipped(const StepOutcome* outcome) {
   return outcome != nullptr && !outcome->taken;

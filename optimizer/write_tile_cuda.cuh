@@ -123,16 +123,29 @@ __device__ __forceinline__ void update_lines(const StateAt& state, const Lane& l
   }
 }
 
+/// store4() here and in the memory of the peers.
+template <bool kShared, class Element>
+__device__ __forceinline__ void store_values(Element* to, const float (&values)[kLaneElems], int count,
+                                             const PeerStores& peers) {
+  store4(to, values, count);
+  if constexpr (kShared) {
+    for (int peer = 0; peer < peers.count; ++peer) {
+      store4(reinterpret_cast<Element*>(reinterpret_cast<std::uint8_t*>(to) + peers.distance[peer]), values,
+             count);
+    }
+  }
+}
+
 /// bf16 or fp32 values of line i of a plain param; false when one of them is not finite.
-template <class Lane>
+template <bool kShared, class Lane>
 __device__ __forceinline__ bool write_values(const SegmentRow& segment, const Lane& lane, int i,
-                                             const float (&w)[kLaneElems]) {
+                                             const float (&w)[kLaneElems], const PeerStores& peers) {
   bool is_finite = true;
   if (segment.values_dtype == DType::kFp32) {
-    store4(static_cast<float*>(segment.values) + lane.offset(i), w, lane.owned(i));
+    store_values<kShared>(static_cast<float*>(segment.values) + lane.offset(i), w, lane.owned(i), peers);
     for (const float value : w) is_finite = is_finite && isfinite(value);
   } else {
-    store4(static_cast<Bf16*>(segment.values) + lane.offset(i), w, lane.owned(i));
+    store_values<kShared>(static_cast<Bf16*>(segment.values) + lane.offset(i), w, lane.owned(i), peers);
     for (const float value : w) is_finite = is_finite && isfinite(bf16_rne(value));
   }
   return is_finite;
@@ -164,9 +177,9 @@ __device__ __forceinline__ longlong2 row_block_at(std::int64_t offset, std::int6
 
 /// Row bytes and row scales of the lane's lines; false when a value is not finite. Eight neighbouring lanes
 /// hold a row block.
-template <class Lane>
+template <bool kShared, class Lane>
 __device__ __forceinline__ bool write_row_blocks(const MxView& planes, const Tile& tile, const Lane& lane,
-                                                 const LanePairs& w) {
+                                                 const LanePairs& w, const PeerStores& peers) {
   // Two lines in one register: half the shuffles.
   Bf16Pair amax[kLaneLines / 2];
 #pragma unroll
@@ -182,12 +195,12 @@ __device__ __forceinline__ bool write_row_blocks(const MxView& planes, const Til
     const std::uint32_t code = code_of(magnitude);
     is_finite = is_finite && !is_nonfinite(magnitude);
     if (lane.owned(i) == 0) continue;
-    *reinterpret_cast<std::uint32_t*>(planes.row_data + lane.offset(i)) =
-        encode_row(w.pairs[i][0], w.pairs[i][1], e8m0_reciprocal(code));
+    store<kShared>(reinterpret_cast<std::uint32_t*>(planes.row_data + lane.offset(i)),
+                   encode_row(w.pairs[i][0], w.pairs[i][1], e8m0_reciprocal(code)), peers, peers.count);
     if (lane.column % kBlockElems != 0) continue;
     longlong2 block;
     if ((tile.flags & kBand) != 0) {
-      block.x = tile.band * kBlockElems + lane.line + i;
+      block.x = std::int64_t{tile.band} * kBlockElems + lane.line + i;
       block.y = (tile.column + lane.column) / kBlockElems;
     } else {
       block = row_block_at(lane.offset(i), planes.cols);
@@ -230,18 +243,19 @@ __device__ __forceinline__ std::uint32_t load_column_codes(const MxView& planes,
 }
 
 /// Column bytes of the lane's elements, with the codes of its four columns.
-template <class Lane>
+template <bool kShared, class Lane>
 __device__ __forceinline__ void write_column_bytes(const MxView& planes, const Lane& lane, const LanePairs& w,
-                                                   std::uint32_t codes) {
+                                                   std::uint32_t codes, const PeerStores& peers) {
   float factor[kLaneElems];
 #pragma unroll
   for (int j = 0; j < kLaneElems; ++j) factor[j] = e8m0_reciprocal(codes >> (8 * j) & 0xFFu);
 #pragma unroll
   for (int i = 0; i < kLaneLines; ++i) {
     if (lane.owned(i) == 0) continue;
-    *reinterpret_cast<std::uint32_t*>(planes.column_data + lane.offset(i)) =
-        encode4(first_value(w.pairs[i][0]) * factor[0], second_value(w.pairs[i][0]) * factor[1],
-                first_value(w.pairs[i][1]) * factor[2], second_value(w.pairs[i][1]) * factor[3]);
+    store<kShared>(reinterpret_cast<std::uint32_t*>(planes.column_data + lane.offset(i)),
+                   encode4(first_value(w.pairs[i][0]) * factor[0], second_value(w.pairs[i][0]) * factor[1],
+                           first_value(w.pairs[i][1]) * factor[2], second_value(w.pairs[i][1]) * factor[3]),
+                   peers, peers.column_count);
   }
 }
 
@@ -271,9 +285,10 @@ __device__ __forceinline__ std::uint32_t column_codes(const LanePairs& w) {
 
 /// One tile: Adam (kUpdate) and everything that is written from the new masters. One read and one write of
 /// each state array.
-template <bool kUpdate, class Grad, bool kIsWhole>
+template <bool kUpdate, class Grad, bool kShared, bool kIsWhole>
 __device__ __forceinline__ void write_tile(const Tile& tile, const SegmentRow& segment,
-                                           const AdamScalars* groups) {
+                                           const AdamScalars* groups, std::uint8_t* staged_codes,
+                                           const PeerStores& peers) {
   const LaneTile<kIsWhole> lane(tile, segment);
   const StateAt state(segment, lane.begin - lane.owned_begin, static_cast<int>(sizeof(Grad)));
   const AdamConstants constants = kUpdate ? AdamConstants(groups + segment.group) : AdamConstants();
@@ -293,19 +308,24 @@ __device__ __forceinline__ void write_tile(const Tile& tile, const SegmentRow& s
     }
 #pragma unroll
     for (int k = 0; k < kLinesAtOnce; ++k) {
-      if (is_plain) is_finite = write_values(segment, lane, first + k, lines[k]) && is_finite;
+      if (is_plain) is_finite = write_values<kShared>(segment, lane, first + k, lines[k], peers) && is_finite;
       w.pairs[first + k][0] = round_to_bf16(lines[k][0], lines[k][1]);
       w.pairs[first + k][1] = round_to_bf16(lines[k][2], lines[k][3]);
     }
   }
   if (!is_plain) {
     const MxView planes = global(segment.planes);
-    is_finite = write_row_blocks(planes, tile, lane, w);
+    is_finite = write_row_blocks<kShared>(planes, tile, lane, w, peers);
     if ((tile.flags & kBand) != 0) {
       const std::uint32_t codes = column_codes(w);
-      if ((tile.flags & kCut) == 0) write_column_bytes(planes, lane, w, codes);
+      const bool is_cut = (tile.flags & kCut) != 0;
+      if (!is_cut) write_column_bytes<kShared>(planes, lane, w, codes, peers);
       if (threadIdx.x < 32 && lane.is_in_width) {
-        store_column_codes(planes, tile.band, tile.column + lane.column, codes);
+        if (is_cut && staged_codes != nullptr) {
+          *reinterpret_cast<std::uint32_t*>(staged_codes + tile.codes + lane.column) = codes;
+        } else {
+          store_column_codes(planes, tile.band, tile.column + lane.column, codes);
+        }
       }
     }
   }

@@ -5,7 +5,7 @@
 namespace mxopt {
 
 ParamStorage::ParamStorage(const Layout& layout, DType grad_dtype, std::int64_t scale_head_bytes,
-                           Device device, std::shared_ptr<Allocator> allocator)
+                           Device device, std::shared_ptr<Allocator> allocator, const StorageWindow& window)
     : layout_(&layout),
       device_(device),
       grad_dtype_(grad_dtype),
@@ -14,11 +14,32 @@ ParamStorage::ParamStorage(const Layout& layout, DType grad_dtype, std::int64_t 
               "gradients are fp32 or bf16, not " << dtype_name(grad_dtype));
   const ByteCounts bytes = layout.byte_counts(grad_dtype);
   const auto make = [&](std::int64_t size) { return Buffer(size, device, allocator); };
-  row_plane_ = make(bytes.row_plane);
-  column_plane_ = make(bytes.column_plane);
-  bf16_values_ = make(bytes.bf16_values);
-  fp32_values_ = make(bytes.fp32_values);
-  scales_ = make(scale_head_bytes_ + bytes.scales);
+  struct Kind {
+    std::uint8_t*& data;
+    std::int64_t bytes;
+    bool is_in_window;
+  };
+  const bool has_window = window.allocator != nullptr;
+  const Kind kinds[] = {{row_plane_, bytes.row_plane, has_window},
+                        {column_plane_, bytes.column_plane, has_window && window.has_column_planes},
+                        {bf16_values_, bytes.bf16_values, has_window},
+                        {fp32_values_, bytes.fp32_values, has_window},
+                        {scales_, scale_head_bytes_ + bytes.scales, has_window}};
+  std::int64_t window_bytes = 0;
+  for (const Kind& kind : kinds) {
+    if (kind.is_in_window) window_bytes += round_up(kind.bytes, Buffer::kAlignmentBytes);
+  }
+  window_ = Buffer(window_bytes, device, window.allocator);
+  std::uint8_t* next = window_.data();
+  for (const Kind& kind : kinds) {
+    if (kind.is_in_window) {
+      kind.data = next;
+      next += round_up(kind.bytes, Buffer::kAlignmentBytes);
+    } else {
+      kinds_.push_back(make(kind.bytes));
+      kind.data = kinds_.back().data();
+    }
+  }
   gradients_ = make(bytes.gradients);
   master_ = make(bytes.master);
   exp_avg_ = make(bytes.exp_avg);
@@ -28,13 +49,13 @@ ParamStorage::ParamStorage(const Layout& layout, DType grad_dtype, std::int64_t 
 TypedSpan ParamStorage::row_plane(int bucket) const {
   const Bucket& b = layout_->bucket(bucket);
   if (b.family.format != ParamFormat::kMxfp8) return {};
-  return {row_plane_.data() + b.value_begin, DType::kUint8, b.elems};
+  return {row_plane_ + b.value_begin, DType::kUint8, b.elems};
 }
 
 TypedSpan ParamStorage::column_plane(int bucket) const {
   const Bucket& b = layout_->bucket(bucket);
   if (!b.family.has_column()) return {};
-  return {column_plane_.data() + b.column_begin, DType::kUint8, b.elems};
+  return {column_plane_ + b.column_begin, DType::kUint8, b.elems};
 }
 
 TypedSpan ParamStorage::values(int bucket) const {
@@ -43,9 +64,9 @@ TypedSpan ParamStorage::values(int bucket) const {
     case ParamFormat::kMxfp8:
       return {};
     case ParamFormat::kBf16:
-      return {bf16_values_.as<Bf16>().data() + b.value_begin, DType::kBf16, b.elems};
+      return {reinterpret_cast<Bf16*>(bf16_values_) + b.value_begin, DType::kBf16, b.elems};
     case ParamFormat::kFp32:
-      return {fp32_values_.as<float>().data() + b.value_begin, DType::kFp32, b.elems};
+      return {reinterpret_cast<float*>(fp32_values_) + b.value_begin, DType::kFp32, b.elems};
   }
   return {};
 }

@@ -78,7 +78,7 @@ class RankWork {
         rank_(workload.list.name == bench::odd_shapes().name ? mean_rank() : workload.world_size / 2),
         storage_(layout_, grad_dtype, static_cast<std::int64_t>(layout_.params().size()), kDevice,
                  default_allocator(kDevice)),
-        sync_(layout_, storage_, self_, GatherFormat::kQuantized, ScaleLayout::kCompact,
+        sync_(layout_, storage_, self_, GatherFormat::kQuantized, {}, {}, ScaleLayout::kCompact,
               default_allocator(kDevice)),
         tables_(
             make_step_tables(layout_, storage_, sync_, std::vector<int>(layout_.params().size(), 0), rank_)),

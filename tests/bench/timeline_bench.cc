@@ -148,7 +148,7 @@ class StepParts {
         layout_(bench::specs_of(list, Storage::kBoth, GradMode::kOverwrite), options(comm.size())),
         storage_(layout_, grad_dtype, static_cast<std::int64_t>(layout_.params().size()), comm.device(),
                  allocator()),
-        sync_(layout_, storage_, comm, GatherFormat::kQuantized, ScaleLayout::kCompact, allocator()),
+        sync_(layout_, storage_, comm, GatherFormat::kQuantized, {}, {}, ScaleLayout::kCompact, allocator()),
         grads_(layout_, storage_, comm),
         tables_(make_step_tables(layout_, storage_, sync_, std::vector<int>(layout_.params().size(), 0),
                                  comm.rank())),

@@ -81,7 +81,28 @@ void knows_its_place_and_its_health(Communicator& comm) {
   EXPECT_EQ(health.reason, "");
   EXPECT_EQ(health.calls, before + 1);
   EXPECT_EQ(health.outstanding, 0);
-  EXPECT_TRUE(comm.peer_bases(Buffer()).empty());
+}
+
+void windows_reach_every_rank_or_say_why_not(Communicator& comm) {
+  constexpr std::int64_t kSlotBytes = 64;
+  const Buffer buffer(kSlotBytes * comm.size(), Device{}, default_allocator(Device{}));
+  const PeerWindow window = comm.open_window(buffer);
+  EXPECT_EQ(window.is_open(), window.reason.empty()) << window.reason;
+  const CopyRates rates = comm.measure_copy_rates();
+  EXPECT_GE(rates.to_peer, 0);
+  EXPECT_EQ(rates.to_peer > 0, rates.local > 0);
+  if (!window.is_open()) return;
+  ASSERT_EQ(static_cast<int>(window.bases.size()), comm.size());
+  EXPECT_EQ(window.bases[static_cast<std::size_t>(comm.rank())], buffer.data());
+  for (std::uint8_t* base : window.bases) {
+    std::fill_n(base + comm.rank() * kSlotBytes, kSlotBytes, static_cast<std::uint8_t>(comm.rank() + 1));
+  }
+  std::uint8_t one = 1;
+  comm.all_reduce(std::span(&one, 1), ReduceOp::kMax, Traffic::kControl).wait();
+  for (std::int64_t i = 0; i < buffer.bytes(); ++i) {
+    ASSERT_EQ(static_cast<std::int64_t>(buffer.data()[i]), i / kSlotBytes + 1) << i;
+  }
+  comm.barrier();
 }
 
 void all_reduce_gives_every_rank_the_exact_result(Communicator& comm) {
@@ -433,6 +454,7 @@ const std::vector<ConformanceCase>& communicator_conformance() {
       {"NanOfAnyRankIsNotLost", nan_of_any_rank_is_not_lost},
       {"ManyCallsMayBeOutstanding", many_calls_may_be_outstanding},
       {"TestMakesProgressWithoutWait", test_makes_progress_without_wait},
+      {"WindowsReachEveryRankOrSayWhyNot", windows_reach_every_rank_or_say_why_not},
       {"GroupedCallsAreCompleteAfterTheirWaits", grouped_calls_are_complete_after_their_waits},
       {"SplitOrdersByKeyThenRank", split_orders_by_key_then_rank},
       {"BadArgumentsAreRefusedBeforeAnyMessage", bad_arguments_are_refused_before_any_message},

@@ -77,5 +77,20 @@ TEST(NcclPreflight, ReadsBothFormsOfTheVersionNumber) {
   EXPECT_EQ(nccl_version_text(2804), "2.8.4");
 }
 
+TEST(NcclPreflight, WindowsNeedOneMinorVersionThatHasThem) {
+  EXPECT_EQ(nccl_window_problem(22809, 22803), "");
+  EXPECT_EQ(nccl_window_problem(22809, 22703), "NCCL 2.27.3 has no windows; 2.28 or newer is needed");
+  EXPECT_EQ(nccl_window_problem(21903, 22809), "NCCL 2.19.3 has no windows; 2.28 or newer is needed");
+  EXPECT_EQ(nccl_window_problem(22809, 22907),
+            "NCCL 2.29.7 is loaded, but the windows of NCCL 2.28.9 were built in; both must be of one minor "
+            "version");
+}
+
+TEST(NcclPreflight, WindowsNeedOneDomain) {
+  EXPECT_EQ(nccl_domain_problem(8, 8), "");
+  EXPECT_EQ(nccl_domain_problem(8, 16),
+            "only 8 of the 16 ranks can reach each other's memory (one NVLink domain)");
+}
+
 }  // namespace
 }  // namespace mxopt

@@ -309,6 +309,7 @@ TEST_F(ConfigFile, EveryKeyRefusesABadValue) {
       {"parallel.device", "tpu"},
       {"parallel.timeout_s", "0"},
       {"parallel.init_timeout_s", "2e6"},
+      {"parallel.gather", "nvlink"},
       {"parallel.gather_format", "fp32"},
       {"parallel.world_size", "-1"},
   };

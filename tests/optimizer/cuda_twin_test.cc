@@ -32,6 +32,22 @@ TEST_F(CudaTwin, TwentyStepsGiveTheFactsOfTheHostForEveryWorldSize) {
   }
 }
 
+TEST_F(CudaTwin, DirectStoresBetweenRanksGiveTheFactsOfTheHost) {
+  for (const test::NamedScenario& named : test::invariance_scenarios()) {
+    if (named.scenario.config.parallel.gather_format == GatherFormat::kBf16) continue;
+    const test::Facts expected = run_world(1, named.scenario);
+    Scenario direct = named.scenario;
+    direct.config.parallel.gather = GatherChoice::kDirect;
+    for (const int size : {1, 2, 3, 7}) {
+      for (const std::int64_t bucket_elems : {0, 3000}) {
+        SCOPED_TRACE(std::string(named.name) + ", W " + std::to_string(size));
+        direct.config.optimizer.bucket_elems = bucket_elems;
+        EXPECT_TRUE(same_facts(expected, run_world(size, direct, {}, kCuda)));
+      }
+    }
+  }
+}
+
 TEST_F(CudaTwin, SmallBucketsAndNanInPaddingChangeNothing) {
   Scenario scenario;
   const test::Facts expected = run_world(1, scenario);

@@ -105,6 +105,23 @@ TEST_F(NcclTwin, ReplaysOfACapturedStepGiveTheFactsOfOneRankOnTheHost) {
                                                              host_->size(), {device_, stream.ref()})));
 }
 
+// Here each rank is a host of its own for NCCL.
+TEST_F(NcclTwin, RanksThatCanNotReachEachOthersMemoryGatherCollectively) {
+  if (host_->size() == 1) GTEST_SKIP() << "needs a second rank";
+  const auto nccl = all_ranks(*host_, device_);
+  Config config;
+  EXPECT_NE(
+      DistributedAdam(test::mixed_specs(), config, *nccl, device_).construction().gather.find("collective ("),
+      std::string::npos);
+  config.parallel.gather = GatherChoice::kDirect;
+  const std::string text = test::thrown_message<ConfigError>(
+      [&] { DistributedAdam(test::mixed_specs(), config, *nccl, device_); });
+  EXPECT_NE(
+      text.find("only 1 of the " + std::to_string(host_->size()) + " ranks can reach each other's memory"),
+      std::string::npos)
+      << text;
+}
+
 TEST_F(NcclTwin, ALateRankIsAnErrorAtTheDeadlineAndNothingHangs) {
   if (host_->size() == 1) GTEST_SKIP() << "needs a second rank";
   constexpr double kShortS = 5;

@@ -32,7 +32,7 @@ struct Rank {
   Rank(Communicator& comm, GatherFormat format, ScaleLayout scale_layout = ScaleLayout::kCompact)
       : layout(specs_of_all_families(), {.world_size = comm.size(), .bucket_elems = 128}),
         storage(layout, DType::kFp32, 5, Device(), default_allocator(Device())),
-        sync(layout, storage, comm, format, scale_layout, default_allocator(Device())) {}
+        sync(layout, storage, comm, format, {}, {}, scale_layout, default_allocator(Device())) {}
 
   int id(const char* name) const { return layout.find(name); }
 

@@ -1,10 +1,12 @@
 // The promises of the library that one process can keep or break: each is a test, with ranks as threads.
 #include <algorithm>
+#include <chrono>
 #include <cmath>
 #include <limits>
 #include <map>
 #include <optional>
 #include <string>
+#include <thread>
 #include <vector>
 
 #include <gtest/gtest.h>
@@ -70,6 +72,89 @@ TEST(Promises, QuantizedAndBf16GatherGiveTheSameBytes) {
       EXPECT_TRUE(same_facts(expected, run_world(size, scenario))) << "W " << size;
     }
   }
+}
+
+TEST(Promises, DirectAndCollectiveGatherGiveTheSameBits) {
+  for (const auto& [name, scenario] : invariance_scenarios()) {
+    if (scenario.config.parallel.gather_format == GatherFormat::kBf16) continue;
+    const Facts expected = run_world(1, scenario);
+    for (const int size : kWorldSizes) {
+      for (const std::int64_t bucket_elems : {0, 1000}) {
+        SCOPED_TRACE(std::string(name) + ", W " + std::to_string(size) + ", bucket limit " +
+                     std::to_string(bucket_elems));
+        Scenario direct = scenario;
+        direct.config.parallel.gather = GatherChoice::kDirect;
+        direct.config.optimizer.bucket_elems = bucket_elems;
+        EXPECT_TRUE(same_facts(expected, run_world(size, direct)));
+      }
+    }
+  }
+}
+
+TEST(Promises, DirectGatherOfRandomListsWithLateRanksGivesTheBitsOfOneRank) {
+  for (std::uint64_t seed = 0; seed < 6; ++seed) {
+    Scenario scenario;
+    scenario.specs = test::random_specs(seed);
+    scenario.config.optimizer.bucket_elems = seed % 2 == 0 ? 0 : 5000;
+    scenario.config.optimizer.groups.clear();
+    scenario.config.precision.scale_layout = seed % 3 == 0 ? ScaleLayout::kGemm : ScaleLayout::kCompact;
+    scenario.with_changes = false;
+    const Facts expected = run_world(1, scenario);
+    scenario.config.parallel.gather = GatherChoice::kDirect;
+    for (const int size : {2, 3, 5}) {
+      SCOPED_TRACE("seed " + std::to_string(seed) + ", W " + std::to_string(size));
+      std::vector<Facts> facts(static_cast<std::size_t>(size));
+      run_ranks(size, [&](Communicator& comm) {
+        std::int64_t calls = 0;
+        // Every rank is late before calls of its own choice.
+        FaultyCommunicator late(comm, {}, [&](const ObservedCall&) {
+          const std::uint64_t bits = test::mix(seed, comm.rank(), calls++);
+          if (bits % 8 == 0) std::this_thread::sleep_for(std::chrono::microseconds(bits / 8 % 2000));
+        });
+        facts[static_cast<std::size_t>(comm.rank())] = test::run_scenario(late, scenario);
+      });
+      for (const Facts& of_rank : facts) EXPECT_TRUE(same_facts(expected, of_rank));
+    }
+  }
+}
+
+TEST(Promises, DirectGatherSendsNoPlanesAndReducesTheCodesOfCutBandsOnly) {
+  test::run_ranks(3, [](Communicator& comm) {
+    TracedCommunicator traced(comm);
+    Scenario scenario;
+    scenario.config.parallel.gather = GatherChoice::kDirect;
+    DistributedAdam opt(scenario.specs, scenario.config, traced);
+    test::set_all_initial(opt, scenario.specs, comm.rank());
+    opt.publish();
+    test::feed(opt, scenario, 0, comm.rank(), comm.size());
+    traced.reset();
+    ASSERT_TRUE(opt.step()->taken);
+    for (const Traffic none : {Traffic::kPlanes, Traffic::kPlain, Traffic::kHighPrecision}) {
+      EXPECT_EQ(traced.counts(none).operations, 0) << traffic_name(none);
+    }
+    EXPECT_EQ(traced.counts(Traffic::kScales).operations, 1);
+    EXPECT_LT(traced.counts(Traffic::kScales).bytes, opt.layout().scale_bytes());
+    EXPECT_EQ(traced.counts(Traffic::kControl).operations, 1);  // behind the cut bands
+    EXPECT_EQ(traced.counts(Traffic::kControl).bytes, 1);
+  });
+}
+
+TEST(Promises, DirectGatherWithoutCutBandsNeedsNoClosingReduction) {
+  test::run_ranks(2, [](Communicator& comm) {
+    TracedCommunicator traced(comm);
+    Scenario scenario;
+    scenario.specs = {spec("a", {128, 64}, ParamFormat::kMxfp8, Storage::kBoth)};
+    scenario.config.optimizer.groups.clear();
+    scenario.config.parallel.gather = GatherChoice::kDirect;
+    DistributedAdam opt(scenario.specs, scenario.config, traced);
+    test::set_all_initial(opt, scenario.specs, comm.rank());
+    opt.publish();
+    traced.reset();
+    ASSERT_TRUE(opt.step()->taken);
+    EXPECT_EQ(traced.counts(Traffic::kScales).operations, 1);
+    EXPECT_GE(traced.counts(Traffic::kScales).bytes, 1);
+    EXPECT_EQ(traced.counts(Traffic::kControl).operations, 0);
+  });
 }
 
 TEST(Promises, GatheredBytesAreASingleProcessQuantisationOfTheWholeMasters) {

@@ -15,7 +15,7 @@ struct Rank {
       : rank(rank_),
         layout(test::mixed_specs(), options()),
         storage(layout, DType::kBf16, 64, Device(), default_allocator(Device())),
-        sync(layout, storage, self, format, ScaleLayout::kCompact, default_allocator(Device())),
+        sync(layout, storage, self, format, {}, {}, ScaleLayout::kCompact, default_allocator(Device())),
         groups(layout.params().size(), 0) {
     groups.front() = 5;
   }

@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "mxopt/collectives/communicator.h"
+#include "mxopt/collectives/host_exchange.h"
 
 namespace mxopt::test {
 
@@ -26,7 +27,9 @@ class DeviceOverHost final : public Communicator {
   std::unique_ptr<Communicator> split(int color, int key) override { return host_.split(color, key); }
   void abort(const std::string& reason) noexcept override { host_.abort(reason); }
   Health health() override { return host_.health(); }
-  std::vector<void*> peer_bases(const Buffer&) override { return {}; }
+  std::shared_ptr<Allocator> window_allocator() override { return default_allocator(device_); }
+  PeerWindow open_window(const Buffer& buffer) override { return exchange_addresses(host_, buffer); }
+  CopyRates measure_copy_rates() override { return {}; }
 
  protected:
   Work do_all_reduce(const Call& call, void* buffer) override {

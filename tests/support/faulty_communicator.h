@@ -58,7 +58,9 @@ class FaultyCommunicator final : public Communicator {
     inner_.abort(reason);
   }
   Health health() override { return inner_.health(); }
-  std::vector<void*> peer_bases(const Buffer& buffer) override { return inner_.peer_bases(buffer); }
+  std::shared_ptr<Allocator> window_allocator() override { return inner_.window_allocator(); }
+  PeerWindow open_window(const Buffer& buffer) override { return inner_.open_window(buffer); }
+  CopyRates measure_copy_rates() override { return inner_.measure_copy_rates(); }
 
   /// Breaks one more call; fault.nth counts from now on.
   void arm(Fault fault) {

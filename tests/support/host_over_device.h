@@ -80,7 +80,9 @@ class HostOverDevice final : public Communicator {
   }
   void abort(const std::string& reason) noexcept override { inner_->abort(reason); }
   Health health() override { return inner_->health(); }
-  std::vector<void*> peer_bases(const Buffer& buffer) override { return inner_->peer_bases(buffer); }
+  std::shared_ptr<Allocator> window_allocator() override { return nullptr; }
+  PeerWindow open_window(const Buffer&) override { return {{}, "the buffers are of the host", nullptr}; }
+  CopyRates measure_copy_rates() override { return {}; }
 
  protected:
   Work do_all_reduce(const Call& call, void* buffer) override {

@@ -162,6 +162,29 @@ inline std::vector<ParamSpec> mixed_specs() {
   return specs;
 }
 
+/// Matrices of random sizes in every family, some of them wider than a shard, and plain params between them.
+/// "stack" and "norm.0" are among them, so that some steps are skipped.
+inline std::vector<ParamSpec> random_specs(std::uint64_t seed) {
+  const auto pick = [&](int what, std::int64_t of) {
+    return static_cast<std::int64_t>(mix(seed, what, of) >> 20);
+  };
+  std::vector<ParamSpec> specs = {
+      spec("norm.0", {1 + pick(0, 0) % 300}, ParamFormat::kFp32),
+      spec("stack", {32, 32 * (1 + pick(1, 0) % 24)}, ParamFormat::kMxfp8, Storage::kBoth)};
+  for (int i = 0; i < 6; ++i) {
+    const std::string name = "random." + std::to_string(i);
+    if (pick(2, i) % 4 == 0) {
+      specs.push_back(
+          spec(name, {1 + pick(3, i) % 1000}, pick(4, i) % 2 == 0 ? ParamFormat::kBf16 : ParamFormat::kFp32));
+    } else {
+      specs.push_back(spec(name, {32 * (1 + pick(5, i) % 6), 32 * (1 + pick(6, i) % 12)}, ParamFormat::kMxfp8,
+                           pick(7, i) % 3 == 0 ? Storage::kRow : Storage::kBoth));
+    }
+    specs.back().frozen = pick(8, i) % 8 == 0;
+  }
+  return specs;
+}
+
 /// Two groups beside the default one, dynamic loss scale, clipping that is active in some steps only.
 inline Config mixed_config() {
   Config config;
@@ -431,12 +454,12 @@ inline void feed(DistributedAdam& opt, const Scenario& scenario, int step, int r
         add_values(data, values, scale / static_cast<float>(micro_batches * (is_shared ? 2 : 1)));
       }
       if (last && scenario.with_skips && s.name == "stack" && rank == step % size &&
-          (step == 4 || step == 5)) {
-        const float bad[] = {step == 4 ? std::numeric_limits<float>::quiet_NaN()
-                                       : -std::numeric_limits<float>::infinity()};
+          (step % 20 == 4 || step % 20 == 5)) {
+        const float bad[] = {step % 20 == 4 ? std::numeric_limits<float>::quiet_NaN()
+                                            : -std::numeric_limits<float>::infinity()};
         write_values(data.sub(data.elems - 1, 1), bad);
       }
-      if (last && scenario.with_skips && s.name == "norm.0" && step == 12) {
+      if (last && scenario.with_skips && s.name == "norm.0" && step % 20 == 12) {
         const float bad[] = {std::numeric_limits<float>::infinity()};
         write_values(data.sub(0, 1), bad);
       }
