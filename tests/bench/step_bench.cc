@@ -5,6 +5,8 @@
 //   list      8b: the matrices of four layers of Llama-3-8B, 872 million elements, with every mix of
 //             planes and type of gradients, with and without clipping, and with gradients that the
 //             trainer overwrites or that the optimizer zeroes. small: 28 and 2,800 params of 160 x 96.
+//             Between ranks weights are gathered as parallel.gather: auto chooses, and, as said,
+//             collectively.
 //   phases    step: begin_backward(), grad_ready() of every param and step(), between two events on the
 //             trainer's stream. Where the trainer overwrites its gradients, which stay as they are, the calls
 //             are back to back, so that what is left to other streams by one step is waited for in the next.
@@ -67,10 +69,11 @@ struct Variant {
   DType grad_dtype = DType::kFp32;
   bool with_clip = true;
   GradMode grad_mode = GradMode::kOverwrite;
+  GatherChoice gather = GatherChoice::kAuto;
 
   std::string workload() const {
-    return list.name + (with_clip ? "" : ", no clip") +
-           (grad_mode == GradMode::kAccumulate ? ", zeroing" : "");
+    return list.name + (with_clip ? "" : ", no clip") + (grad_mode == GradMode::kAccumulate ? ", zeroing" : "") +
+           (gather == GatherChoice::kCollective ? ", collective gather" : "");
   }
 };
 
@@ -79,6 +82,7 @@ Config config_of(const Variant& variant) {
   config.optimizer.grad_dtype = variant.grad_dtype;
   config.optimizer.clip_grad = variant.with_clip ? 1.0 : 0.0;
   config.parallel.device = DeviceChoice::kCuda;
+  config.parallel.gather = variant.gather;
   config.parallel.timeout_s = kTimeoutS;
   return config;
 }
@@ -314,7 +318,7 @@ void run_variant(const Variant& variant, int repeats, const bench::World& world,
   add("step replay", all_bytes, training.replays(repeats, *captured));
 }
 
-std::vector<Variant> variants(const std::string& list) {
+std::vector<Variant> variants(const std::string& list, int world_size) {
   std::vector<Variant> all;
   if (list == "all" || list == "8b") {
     for (const Storage storage : {Storage::kRow, Storage::kBoth}) {
@@ -324,6 +328,10 @@ std::vector<Variant> variants(const std::string& list) {
         no_clip.with_clip = false;
         zeroing.grad_mode = GradMode::kAccumulate;
         all.insert(all.end(), {base, no_clip, zeroing});
+        if (world_size == 1) continue;
+        Variant collective = base, no_clip_collective = no_clip;
+        collective.gather = no_clip_collective.gather = GatherChoice::kCollective;
+        all.insert(all.end(), {collective, no_clip_collective});
       }
     }
   }
@@ -340,8 +348,8 @@ std::vector<Variant> variants(const std::string& list) {
 
 void run(int argc, char** argv) {
   const int repeats = std::stoi(bench::option(argc, argv, "--repeats", "20"));
-  const std::vector<Variant> chosen = variants(bench::option(argc, argv, "--list", "all"));
   const bench::World world(argc, argv);
+  const std::vector<Variant> chosen = variants(bench::option(argc, argv, "--list", "all"), world.size());
   MXOPT_CUDA_CHECK(cudaSetDevice(world.device().index));
   const Stream stream(world.device());
   const auto comm =
