@@ -921,38 +921,44 @@ PeerWindow NcclCommunicator::open_window(const Buffer& buffer) {
 }
 
 CopyRates NcclCommunicator::measure_copy_rates() {
+  if (copy_rates_.has_value()) return *copy_rates_;
   constexpr std::int64_t kBytes = std::int64_t{128} << 20;  // more than any cache holds
   constexpr int kRounds = 4;                                // the first is a warm-up
-  const Buffer buffer(2 * kBytes, device(), window_allocator());
+  Buffer buffer;
+  std::string problem;
+  try {
+    buffer = Buffer(2 * kBytes, device(), window_allocator());
+  } catch (const std::exception& error) {  // told to all: nobody measures then
+    problem = error.what();
+  }
+  copy_rates_.emplace();
+  if (!first_problem(*this, problem).empty()) return *copy_rates_;
   const PeerWindow window = open_window(buffer);
-  if (!window.is_open()) return {};
+  if (!window.is_open()) return *copy_rates_;
+
   const Stream stream(device());
   std::uint8_t* const next = window.bases[static_cast<std::size_t>((rank() + 1) % size())];
-  std::array<double, 2> seconds = {1e9, 1e9};
+  // Seconds per copy: to the peer, and in the own memory.
+  std::array<double, 2> best = {1e9, 1e9};
   for (int round = 0; round < kRounds; ++round) {
-    for (const bool is_local : {false, true}) {
+    for (std::size_t i = 0; i < best.size(); ++i) {
       barrier();  // all ranks at the same time
-      synchronize(device(), stream.ref());
       const auto begin = std::chrono::steady_clock::now();
-      cuda::store_bytes((is_local ? buffer.data() : next) + kBytes, buffer.data(), kBytes, device().index,
+      cuda::store_bytes((i == 0 ? next : buffer.data()) + kBytes, buffer.data(), kBytes, device().index,
                         stream.ref());
       synchronize(device(), stream.ref());
       const std::chrono::duration<double> elapsed = std::chrono::steady_clock::now() - begin;
-      double& best = seconds[is_local ? 1 : 0];
-      if (round > 0) best = std::min(best, elapsed.count());
+      if (round > 0) best[i] = std::min(best[i], elapsed.count());
     }
   }
-  std::vector<std::uint8_t> all(sizeof(seconds) * static_cast<std::size_t>(size()));
-  const auto* const mine = reinterpret_cast<const std::uint8_t*>(seconds.data());
-  all_gather_on_host(*this, std::span(all), std::span(mine, sizeof(seconds)), Traffic::kControl);
-  for (std::size_t at = 0; at < all.size(); at += sizeof(seconds)) {
-    std::array<double, 2> theirs{};
-    std::memcpy(theirs.data(), all.data() + at, sizeof(theirs));
-    for (std::size_t i = 0; i < theirs.size(); ++i) seconds[i] = std::max(seconds[i], theirs[i]);
+  std::vector<std::array<double, 2>> of_all(static_cast<std::size_t>(size()));
+  all_gather_on_host(*this, bytes_of(std::span(of_all)), bytes_of(std::span(&best, 1)), Traffic::kControl);
+  for (const std::array<double, 2>& theirs : of_all) {
+    for (std::size_t i = 0; i < best.size(); ++i) best[i] = std::max(best[i], theirs[i]);
   }
   barrier();  // before any rank's memory goes
-  const auto bytes = static_cast<double>(kBytes);
-  return {bytes / seconds[0], 2 * bytes / seconds[1]};
+  copy_rates_ = {static_cast<double>(kBytes) / best[0], 2 * static_cast<double>(kBytes) / best[1]};
+  return *copy_rates_;
 }
 
 void NcclCommunicator::abort(const std::string& reason) noexcept {

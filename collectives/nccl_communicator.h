@@ -24,6 +24,7 @@
 #pragma once
 
 #include <memory>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -81,7 +82,7 @@ class NcclCommunicator final : public Communicator {
   std::shared_ptr<Allocator> window_allocator() override;
   /// Symmetric windows, from NCCL 2.28 on, where NCCL can map the memory of all ranks: in one NVLink domain.
   PeerWindow open_window(const Buffer& buffer) override;
-  /// Each rank to the next one, all at the same time. For its time takes 256 MiB of the device.
+  /// Each rank to the next one, all at the same time; once. For its time takes 256 MiB of the device.
   CopyRates measure_copy_rates() override;
 
  protected:
@@ -105,6 +106,7 @@ class NcclCommunicator final : public Communicator {
 
   std::unique_ptr<Communicator> host_;  // kept only; null when it is the caller's
   std::shared_ptr<Engine> engine_;      // goes first
+  std::optional<CopyRates> copy_rates_;
 };
 
 }  // namespace mxopt

@@ -21,7 +21,7 @@ __device__ void add_atomically(std::int64_t& sum, std::int64_t value) {
 
 template <bool kUpdate, class Grad, bool kShared>
 __global__ void __launch_bounds__(kThreads, 3)
-    write_kernel(Pass pass, const AdamScalars* groups, const __grid_constant__ PeerStores peers) {
+    write_kernel(Pass pass, const AdamScalars* groups, const __grid_constant__ Peers<kShared> peers) {
   const Tile tile = pass.tiles[blockIdx.x];
   const SegmentRow& segment = pass.segments[tile.segment];
   wait_for_former_launches();
@@ -35,7 +35,8 @@ __global__ void __launch_bounds__(kThreads, 3)
 
 /// Column bytes of one tile of a cut band, with the reduced scales.
 template <bool kShared>
-__global__ void __launch_bounds__(kThreads) cast_kernel(Pass pass, const __grid_constant__ PeerStores peers) {
+__global__ void __launch_bounds__(kThreads)
+    cast_kernel(Pass pass, const __grid_constant__ Peers<kShared> peers) {
   const Tile tile = pass.tiles[blockIdx.x];
   const SegmentRow& segment = pass.segments[tile.segment];
   wait_for_former_launches();
@@ -373,8 +374,13 @@ class CudaStepKernels final : public StepKernels {
   }
 
   void cast_cut_bands(bool frozen_too, const StepOutcome* outcome, StreamRef stream) override {
-    launch(cut_tiles_.count(frozen_too), kThreads, stream,
-           peers_.count > 0 ? cast_kernel<true> : cast_kernel<false>, pass_of(cut_tiles_, outcome), peers_);
+    const std::int64_t tiles = cut_tiles_.count(frozen_too);
+    const Pass pass = pass_of(cut_tiles_, outcome);
+    if (peers_.count > 0) {
+      launch(tiles, kThreads, stream, cast_kernel<true>, pass, peers_);
+    } else {
+      launch(tiles, kThreads, stream, cast_kernel<false>, pass, NoPeers());
+    }
   }
 
   void load_master(float* master, ConstTypedSpan values, StreamRef stream) override {
@@ -398,10 +404,13 @@ class CudaStepKernels final : public StepKernels {
 
   template <bool kUpdate, class Grad>
   void write(const AdamScalars* groups, bool frozen_too, const StepOutcome* outcome, StreamRef stream) {
-    // Without peers the kernel has no trace of them.
-    launch(write_tiles_.count(frozen_too), kThreads, stream,
-           peers_.count > 0 ? write_kernel<kUpdate, Grad, true> : write_kernel<kUpdate, Grad, false>,
-           pass_of(write_tiles_, outcome), groups, peers_);
+    const std::int64_t tiles = write_tiles_.count(frozen_too);
+    const Pass pass = pass_of(write_tiles_, outcome);
+    if (peers_.count > 0) {
+      launch(tiles, kThreads, stream, write_kernel<kUpdate, Grad, true>, pass, groups, peers_);
+    } else {
+      launch(tiles, kThreads, stream, write_kernel<kUpdate, Grad, false>, pass, groups, NoPeers());
+    }
   }
 
   /// A grid that fills the device once.

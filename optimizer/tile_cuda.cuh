@@ -47,12 +47,20 @@ struct Pass {
   std::uint8_t* staged_codes = nullptr;  // of cut bands; null: their codes are in the scale arrays
 };
 
+/// In the place of PeerStores where there are no peers: the code has then no trace of them.
+struct NoPeers {
+  static constexpr std::int32_t count = 0;
+  static constexpr std::int32_t column_count = 0;
+};
+template <bool kShared>
+using Peers = std::conditional_t<kShared, PeerStores, NoPeers>;
+
 /// Stores to `to`, and kShared: to its counterpart in the memory of the first `count` peers.
 ///
 /// An ordinary store is enough: what a kernel stored is in the peer's memory when the kernel is over, and a
 /// peer reads it only behind a reduction that this rank enters after the kernel.
 template <bool kShared, class Word>
-__device__ __forceinline__ void store(Word* to, const Word& value, const PeerStores& peers, int count) {
+__device__ __forceinline__ void store(Word* to, const Word& value, const Peers<kShared>& peers, int count) {
   *to = value;
   if constexpr (kShared) {
     for (int peer = 0; peer < count; ++peer) {

@@ -126,7 +126,7 @@ __device__ __forceinline__ void update_lines(const StateAt& state, const Lane& l
 /// store4() here and in the memory of the peers.
 template <bool kShared, class Element>
 __device__ __forceinline__ void store_values(Element* to, const float (&values)[kLaneElems], int count,
-                                             const PeerStores& peers) {
+                                             const Peers<kShared>& peers) {
   store4(to, values, count);
   if constexpr (kShared) {
     for (int peer = 0; peer < peers.count; ++peer) {
@@ -139,7 +139,7 @@ __device__ __forceinline__ void store_values(Element* to, const float (&values)[
 /// bf16 or fp32 values of line i of a plain param; false when one of them is not finite.
 template <bool kShared, class Lane>
 __device__ __forceinline__ bool write_values(const SegmentRow& segment, const Lane& lane, int i,
-                                             const float (&w)[kLaneElems], const PeerStores& peers) {
+                                             const float (&w)[kLaneElems], const Peers<kShared>& peers) {
   bool is_finite = true;
   if (segment.values_dtype == DType::kFp32) {
     store_values<kShared>(static_cast<float*>(segment.values) + lane.offset(i), w, lane.owned(i), peers);
@@ -179,7 +179,7 @@ __device__ __forceinline__ longlong2 row_block_at(std::int64_t offset, std::int6
 /// hold a row block.
 template <bool kShared, class Lane>
 __device__ __forceinline__ bool write_row_blocks(const MxView& planes, const Tile& tile, const Lane& lane,
-                                                 const LanePairs& w, const PeerStores& peers) {
+                                                 const LanePairs& w, const Peers<kShared>& peers) {
   // Two lines in one register: half the shuffles.
   Bf16Pair amax[kLaneLines / 2];
 #pragma unroll
@@ -245,7 +245,7 @@ __device__ __forceinline__ std::uint32_t load_column_codes(const MxView& planes,
 /// Column bytes of the lane's elements, with the codes of its four columns.
 template <bool kShared, class Lane>
 __device__ __forceinline__ void write_column_bytes(const MxView& planes, const Lane& lane, const LanePairs& w,
-                                                   std::uint32_t codes, const PeerStores& peers) {
+                                                   std::uint32_t codes, const Peers<kShared>& peers) {
   float factor[kLaneElems];
 #pragma unroll
   for (int j = 0; j < kLaneElems; ++j) factor[j] = e8m0_reciprocal(codes >> (8 * j) & 0xFFu);
@@ -288,7 +288,7 @@ __device__ __forceinline__ std::uint32_t column_codes(const LanePairs& w) {
 template <bool kUpdate, class Grad, bool kShared, bool kIsWhole>
 __device__ __forceinline__ void write_tile(const Tile& tile, const SegmentRow& segment,
                                            const AdamScalars* groups, std::uint8_t* staged_codes,
-                                           const PeerStores& peers) {
+                                           const Peers<kShared>& peers) {
   const LaneTile<kIsWhole> lane(tile, segment);
   const StateAt state(segment, lane.begin - lane.owned_begin, static_cast<int>(sizeof(Grad)));
   const AdamConstants constants = kUpdate ? AdamConstants(groups + segment.group) : AdamConstants();

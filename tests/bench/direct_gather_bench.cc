@@ -1,19 +1,21 @@
-// What a gather costs that rides in the update: stores into the peers' planes against all-gathers. Under mpirun,
-// one process per GPU; alone, only the update can be measured.
+// What a gather costs that rides in the update: stores into the peers' planes against all-gathers. Under
+// mpirun, one process per GPU; alone, only the update can be measured.
 //
 //   direct_gather_bench [--repeats 20] [--json FILE] [--commit TEXT]
 //
 //   workloads  a matrix of which each of two ranks owns 134 million elements, with compact and with swizzled
 //              scales; the matrices of four layers of Llama-3-8B; wide and short matrices, a bucket each, of
 //              which 39 % lie in cut bands at W = 2.
-//   phases     between two events, ranks in step before the first: update: the fused update alone, with no peer.
-//              update, collective: zeroing of the scales, update, row gathers, MAX, cut bands, column gathers,
-//              and the wait for all of it. update, direct: the update that stores to the peers too, the scales
-//              to the peers, MAX, cut bands, the closing reduction, and the wait for all of it. stores to 1, 3,
-//              7: that update and the scales, each byte stored to so many places of the next rank, as at
-//              W = 2, 4, 8, with nothing behind it. Then what gather_plan.h predicts from the rates measured
-//              in this run: model, W = n: the larger of update and link; implementation says what kAuto
-//              chooses there. For more ranks than a machine has, one rank's stores are the same, W - 1 times.
+//   phases     between two events, ranks in step before the first: update: the fused update alone, with no
+//   peer.
+//              update, collective: zeroing of the scales, update, row gathers, MAX, cut bands, column
+//              gathers, and the wait for all of it. update, direct: the update that stores to the peers too,
+//              the scales to the peers, MAX, cut bands, the closing reduction, and the wait for all of it.
+//              stores to 1, 3, 7: that update and the scales, each byte stored to so many places of the next
+//              rank, as at W = 2, 4, 8, with nothing behind it. Then what gather_plan.h predicts from the
+//              rates measured in this run: model, W = n: the larger of update and link; implementation says
+//              what kAuto chooses there. For more ranks than a machine has, one rank's stores are the same, W
+//              - 1 times.
 //   bytes      of the rank, through its own memory: gradients, master and moments, planes and values; in
 //              "stores" and "model" what leaves over the link, scales included.
 //   wrong      plane and scale bytes after an update that are not the same as after one with all-gathers, on
@@ -80,14 +82,16 @@ class Rank {
         stream_(stream),
         layout_(bench::specs_of(work.list, work.storage, GradMode::kOverwrite), work.options(comm.size())),
         storage_(layout_, work.grad_dtype, static_cast<std::int64_t>(layout_.params().size()), comm.device(),
-                 allocator(), {plan.is_row_direct ? comm.window_allocator() : nullptr, plan.is_column_direct}),
+                 allocator(),
+                 {plan.is_row_direct ? comm.window_allocator() : nullptr, plan.is_column_direct}),
         window_(plan.is_row_direct ? comm.open_window(storage_.window()) : PeerWindow()),
-        sync_(layout_, storage_, comm, GatherFormat::kQuantized, plan, window_, work.scale_layout, allocator()),
+        sync_(layout_, storage_, comm, GatherFormat::kQuantized, plan, window_, work.scale_layout,
+              allocator()),
         scalars_(1, 1, initial_state(), comm.device(), allocator()),
         token_(1, comm.device(), allocator()) {
     if (plan.is_row_direct && !window_.is_open()) throw std::runtime_error(window_.reason);
-    StepTables tables = make_step_tables(layout_, storage_, sync_, std::vector<int>(layout_.params().size(), 0),
-                                         comm.rank());
+    StepTables tables =
+        make_step_tables(layout_, storage_, sync_, std::vector<int>(layout_.params().size(), 0), comm.rank());
     if (places > 0) tables.peers = stores_to_places(places, tables.peers);
     kernels_ = StepKernels::make(tables, comm.device());
     const GroupConstants constants = {{0.9, 0.95}, 1e-8};
@@ -142,7 +146,8 @@ class Rank {
   /// What open() does for the next update, behind a reduction that brings the ranks in step.
   void open() {
     sync_.open(stream_);
-    comm_.all_reduce(TypedSpan(token_.data(), DType::kUint8, 1), ReduceOp::kMax, Traffic::kControl, stream_).join(stream_);
+    comm_.all_reduce(TypedSpan(token_.data(), DType::kUint8, 1), ReduceOp::kMax, Traffic::kControl, stream_)
+        .join(stream_);
   }
 
   template <class Body>
@@ -184,10 +189,10 @@ class Rank {
     peers.count = places;
     peers.column_count = to_all.column_count > 0 ? places : 0;
     for (int place = 0; place < places; ++place) {
-      peers.distance[place] = static_cast<std::int64_t>(
-                                  reinterpret_cast<std::uintptr_t>(places_window_.bases[next]) -
-                                  reinterpret_cast<std::uintptr_t>(storage_.window().data())) +
-                              place * bytes;
+      peers.distance[place] =
+          static_cast<std::int64_t>(reinterpret_cast<std::uintptr_t>(places_window_.bases[next]) -
+                                    reinterpret_cast<std::uintptr_t>(storage_.window().data())) +
+          place * bytes;
     }
     return peers;
   }
@@ -264,7 +269,8 @@ void run_workload(const Workload& work, int repeats, const bench::World& world, 
     const GatherPlan plan = cheaper_gather(of_group, rates);
     const double update_ms = 1e3 * costs.update_bytes / rates.local;
     const double link_ms = 1e3 * link_bytes * (size - 1) / rates.to_peer;
-    row.implementation = plan.is_column_direct || (plan.is_row_direct && costs.column_bytes == 0) ? "auto: direct"
+    row.implementation = plan.is_column_direct || (plan.is_row_direct && costs.column_bytes == 0)
+                             ? "auto: direct"
                          : plan.is_row_direct ? "auto: rows direct"
                                               : "auto: collective";
     row.has_minimum = false;
@@ -289,22 +295,22 @@ void run(int argc, char** argv) {
       bench::start_measurements(argc, argv, world.device(), stream.ref(), world.size(), world.rank());
   const CopyRates rates = comm->measure_copy_rates();
   if (world.rank() == 0) {
-    std::cout << comm->describe() << "; copies at " << rates.local / 1e9 << " GB/s in memory, " << rates.to_peer / 1e9
-              << " GB/s to a peer\n";
+    std::cout << comm->describe() << "; copies at " << rates.local / 1e9 << " GB/s in memory, "
+              << rates.to_peer / 1e9 << " GB/s to a peer\n";
   }
   // 134,217,728 elements of each of two ranks.
   bench::ParamList matrix = bench::one_matrix(32768, 8192);
   matrix.name = "134 M elements a rank";
   for (const Storage storage : {Storage::kRow, Storage::kBoth}) {
     for (const DType grad_dtype : {DType::kFp32, DType::kBf16}) {
-      run_workload({matrix, storage, ScaleLayout::kCompact, grad_dtype}, repeats, world, *comm, rates, stream.ref(),
-                   rows);
+      run_workload({matrix, storage, ScaleLayout::kCompact, grad_dtype}, repeats, world, *comm, rates,
+                   stream.ref(), rows);
     }
     run_workload({matrix, storage, ScaleLayout::kGemm}, repeats, world, *comm, rates, stream.ref(), rows);
     run_workload({bench::llama_8b(), storage}, repeats, world, *comm, rates, stream.ref(), rows);
   }
-  run_workload({wide_shapes(), Storage::kBoth, ScaleLayout::kCompact, DType::kFp32, 1}, repeats, world, *comm, rates,
-               stream.ref(), rows);
+  run_workload({wide_shapes(), Storage::kBoth, ScaleLayout::kCompact, DType::kFp32, 1}, repeats, world, *comm,
+               rates, stream.ref(), rows);
   if (world.rank() == 0) bench::write_json(rows, argc, argv);
 }
 

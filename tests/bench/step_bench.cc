@@ -72,7 +72,8 @@ struct Variant {
   GatherChoice gather = GatherChoice::kAuto;
 
   std::string workload() const {
-    return list.name + (with_clip ? "" : ", no clip") + (grad_mode == GradMode::kAccumulate ? ", zeroing" : "") +
+    return list.name + (with_clip ? "" : ", no clip") +
+           (grad_mode == GradMode::kAccumulate ? ", zeroing" : "") +
            (gather == GatherChoice::kCollective ? ", collective gather" : "");
   }
 };
