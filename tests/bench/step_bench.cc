@@ -19,6 +19,8 @@
 //             behind it, and does not count. step host: by the host's clock, the call of step() alone, while
 //             nothing else is queued. In front of both, and outside of the time: gradients filled, where
 //             they were zeroed, begin_backward() and grad_ready(), with all that those start.
+//             step reduced: between ranks, step() and the wait for all it leaves to other streams, between
+//             two events; gradients are reduced, and ranks in step, before the first.
 //             step replay: a captured step in a CUDA graph, zeroing in it, with gradients filled in front.
 //   bytes     of the rank, of one step: gradients read twice (their norm, the update), master and moments
 //             read and written, plane bytes written, masters of cut bands read again; where the optimizer
@@ -217,6 +219,25 @@ class Training {
     return {bench::statistics(std::move(call_ms)), bench::statistics(std::move(synced_ms))};
   }
 
+  /// From reduced gradients to gathered planes.
+  bench::Times reduced(int repeats) {
+    std::vector<double> samples_ms;
+    bench::TimedEvent begin, end;
+    for (int i = 0; i < repeats; ++i) {
+      call_ready();
+      MXOPT_CUDA_CHECK(cudaDeviceSynchronize());
+      comm_.barrier();
+      bench::keep_busy(bench::kHeadStartUs, stream_);
+      begin.record(stream_);
+      opt_.step(stream_);
+      wait_for_rest();
+      end.record(stream_);
+      synchronize(comm_.device(), stream_);
+      samples_ms.push_back(end.ms_since(begin));
+    }
+    return bench::statistics(std::move(samples_ms));
+  }
+
   DistributedAdam& opt() { return opt_; }
 
  private:
@@ -315,6 +336,7 @@ void run_variant(const Variant& variant, int repeats, const bench::World& world,
   if (is_zeroing) add("step, grads 0", all_bytes, without_gradients);
   add("step synced", bytes, host.synced);
   add("step host", {}, host.call);
+  if (world.size() > 1 && !is_zeroing) add("step reduced", bytes, training.reduced(repeats));
   if (!captured) return;
   add("step replay", all_bytes, training.replays(repeats, *captured));
 }
