@@ -100,6 +100,10 @@ void describe_optimizer(ConfigSchema& schema, OptimizerConfig& config) {
       .alias("max_norm");
   schema.add("optimizer.grad_dtype", config.grad_dtype, {{"fp32", DType::kFp32}, {"bf16", DType::kBf16}},
              "Type of the gradient buffers and of their reduction.");
+  schema.add("optimizer.grad_reduce", config.grad_reduce,
+             {{"average", GradReduce::kAverage}, {"sum", GradReduce::kSum}, {"tokens", GradReduce::kTokens}},
+             "What the gradients of all ranks become: their mean, their sum, or their sum divided by the "
+             "number of tokens that the ranks count with add_tokens().");
   schema.add("optimizer.state_dtype", config.state_dtype, {{"fp32", DType::kFp32}},
              "Type of the master weights and the moments.");
   schema

@@ -22,6 +22,8 @@ class ConfigSchema;
 
 /// kAdamW decays weights directly, kAdam adds the decay to the gradient.
 enum class AdamKind { kAdamW, kAdam };
+/// What the gradients of the ranks become: their mean, their sum, or their sum divided by the step's tokens.
+enum class GradReduce { kAverage, kSum, kTokens };
 enum class LossScaleKind { kNone, kStatic, kDynamic };
 /// kAuto: the row plane alone where the backward pass needs no column plane, else both.
 enum class StorageChoice { kRow, kBoth, kAuto };
@@ -69,6 +71,7 @@ struct OptimizerConfig {
   bool decay_1d = false;
   double clip_grad = 1.0;  // 0: off
   DType grad_dtype = DType::kFp32;
+  GradReduce grad_reduce = GradReduce::kAverage;
   DType state_dtype = DType::kFp32;
   std::int64_t bucket_elems = 0;             // 0: automatic rule
   std::int64_t max_consecutive_skips = 100;  // 0: no limit

@@ -103,7 +103,8 @@ class DistributedAdam::Impl {
                  allocator_),
         param_sync_(layout(), storage_, comm, config.parallel.gather_format, config.precision.scale_layout,
                     allocator_),
-        grad_sync_(layout(), storage_, comm),
+        grad_sync_(layout(), storage_, comm,
+                   config.optimizer.grad_reduce == GradReduce::kAverage ? ReduceOp::kAvg : ReduceOp::kSum),
         segments_(layout().segments(comm.rank())),
         segment_of_(layout().params().size(), -1),
         kernels_(StepKernels::make(
@@ -117,7 +118,7 @@ class DistributedAdam::Impl {
                  [this](StepRecord& record, const StepOutcome& outcome, auto status) {
                    complete_record(record, outcome, status);
                  }),
-        report_(make_report(layout(), comm, config.optimizer.grad_dtype)),
+        report_(make_report(layout(), comm, config.optimizer)),
         last_(device) {
     for (std::size_t i = 0; i < segments_.size(); ++i) {
       segment_of_[index(segments_[i].param)] = static_cast<int>(i);
@@ -247,6 +248,17 @@ class DistributedAdam::Impl {
     guarded(comm_, [&] { grad_sync_.ready(param, stream); });
   }
 
+  void add_tokens(std::int64_t count, std::span<const std::int64_t> counter, StreamRef stream) {
+    MXOPT_CHECK(divides_by_tokens(),
+                "add_tokens: gradients are not divided by tokens; allowed with optimizer.grad_reduce tokens");
+    MXOPT_CHECK(count >= 0, "add_tokens: " << count << "; allowed is 0 or more");
+    const bool captured = is_capturing(device_, stream);
+    if (!captured) last_.join(stream);
+    kernels_->add_tokens(scalars_.memory().tokens, count, counter.data(), stream);
+    if (!captured) last_.record(stream);
+    are_tokens_told_ = true;
+  }
+
   StepReport step(StreamRef stream) {
     // publish() is collective, so this is so on every rank or on none.
     if (!published_) {
@@ -255,6 +267,9 @@ class DistributedAdam::Impl {
           "step: no weight was published yet; call set_initial() for every param, then publish()" +
           (names.empty() ? "" : "; without an initial value: " + quoted_list(names)));
     }
+    MXOPT_CHECK(!divides_by_tokens() || are_tokens_told_,
+                "step: optimizer.grad_reduce is tokens, and this rank called add_tokens() not once since the "
+                "last step; a rank without tokens calls add_tokens(0)");
     const bool captured = is_capturing(device_, stream);
     if (captured) {
       reports_.settle();
@@ -263,6 +278,7 @@ class DistributedAdam::Impl {
                   "yet; call step() once before the capture");
     }
     guarded(comm_, [&] { reports_.make_room(); });
+    are_tokens_told_ = false;
     StepRecord record;
     PhaseClock clock;
     kernels_->take_launches();
@@ -434,6 +450,7 @@ class DistributedAdam::Impl {
   }
 
   bool is_host() const { return device_.kind == DeviceKind::kHost; }
+  bool divides_by_tokens() const { return config_.optimizer.grad_reduce == GradReduce::kTokens; }
   int part_count() const { return static_cast<int>(plan_.groups.parts.size()); }
 
   StepState initial_state() const {
@@ -454,6 +471,7 @@ class DistributedAdam::Impl {
     options.hysteresis = optimizer.loss_scale.hysteresis;
     options.hash = options_hash();
     options.world_size = comm_.size();
+    options.divides_by_tokens = divides_by_tokens();
     options.groups = part_count();
     return options;
   }
@@ -530,6 +548,7 @@ class DistributedAdam::Impl {
     record.grad_norm = outcome.grad_norm;
     record.clip_factor = outcome.clip_factor;
     record.loss_scale = outcome.loss_scale;
+    record.tokens = outcome.tokens;
     record.next_loss_scale = after.loss_scale.scale;
     record.lr = scheduled_lr(config_.schedule, {record.lr, config_.schedule.min_lr},
                              outcome.taken ? after.taken : after.taken + 1);
@@ -590,6 +609,7 @@ class DistributedAdam::Impl {
   bool is_last_step_kept_ = true;
   bool are_groups_changed_ = true;
   bool is_taken_set_ = false;
+  bool are_tokens_told_ = false;              // since the last step
   std::int64_t steps_taken_ = 0, calls_ = 0;  // of the newest report that is complete
 };
 
@@ -651,6 +671,14 @@ void DistributedAdam::begin_backward(bool last_micro_batch) {
 }
 void DistributedAdam::grad_ready(std::string_view name, StreamRef stream) {
   impl_->grad_ready(name, stream);
+}
+void DistributedAdam::add_tokens(std::int64_t count, StreamRef stream) {
+  impl_->add_tokens(count, {}, stream);
+}
+void DistributedAdam::add_tokens(std::span<const std::int64_t> count, StreamRef stream) {
+  MXOPT_CHECK(count.size() == 1 && count.data() != nullptr,
+              "add_tokens: " << count.size() << " numbers; allowed is 1");
+  impl_->add_tokens(0, count, stream);
 }
 StepReport DistributedAdam::step(StreamRef stream) {
   return impl_->step(stream);

@@ -5,10 +5,11 @@
 
 namespace mxopt {
 
-GradSync::GradSync(const Layout& layout, const ParamStorage& storage, Communicator& comm)
+GradSync::GradSync(const Layout& layout, const ParamStorage& storage, Communicator& comm, ReduceOp op)
     : layout_(layout),
       storage_(storage),
       comm_(comm),
+      op_(op),
       names_in_bucket_(layout.buckets().size(), 0),
       ready_in_bucket_(layout.buckets().size(), 0),
       ready_now_(layout.params().size(), 0),
@@ -114,8 +115,8 @@ void GradSync::issue(int bucket, StreamRef stream) {
     fill_zero(stale.data, stale.bytes(), storage_.device(), stream);
   }
   const std::int64_t shard = layout_.shard_elems(bucket);
-  works_.push_back(comm_.reduce_scatter(grads.sub(comm_.rank() * shard, shard), grads, ReduceOp::kAvg,
-                                        Traffic::kGradient, stream));
+  works_.push_back(
+      comm_.reduce_scatter(grads.sub(comm_.rank() * shard, shard), grads, op_, Traffic::kGradient, stream));
 }
 
 void GradSync::finish(StreamRef stream) {

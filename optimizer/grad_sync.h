@@ -1,7 +1,8 @@
 // When each bucket's gradients are reduced, and in which order.
 //
 // Reduce-scatters are issued in layout order on every rank, whatever the order of the ready() calls.
-// Averaging over ranks happens inside the reduction, and nowhere else.
+// Averaging over ranks happens inside the reduction, and nowhere else; a division by tokens happens in the
+// update, and nowhere else.
 #pragma once
 
 #include <cstdint>
@@ -15,8 +16,10 @@ namespace mxopt {
 
 class GradSync {
  public:
-  /// All three are borrowed.
-  GradSync(const Layout& layout, const ParamStorage& storage, Communicator& comm);
+  /// The first three are borrowed.
+  /// op  kAvg or kSum.
+  GradSync(const Layout& layout, const ParamStorage& storage, Communicator& comm,
+           ReduceOp op = ReduceOp::kAvg);
   /// Waits for the reductions in flight, since peers read this rank's gradients; drops their errors.
   ~GradSync();
   /// The host waits for them, and throws their errors.
@@ -28,7 +31,7 @@ class GradSync {
   /// Throws ContractError when the param was ready already in this micro-batch, or is frozen.
   void ready(int param, StreamRef stream);
 
-  /// Issues what is left, waits for all: then the owned range of every bucket holds the averaged gradients.
+  /// Issues what is left, waits for all: then the owned range of every bucket holds the reduced gradients.
   void finish(StreamRef stream);
   /// After the update: zeroes what accumulates, beside what follows on `stream`, and forgets who was ready.
   void reset(StreamRef stream);
@@ -54,6 +57,7 @@ class GradSync {
   const Layout& layout_;
   const ParamStorage& storage_;
   Communicator& comm_;
+  ReduceOp op_;
   std::vector<int> names_in_bucket_;  // params that count as members, ties included
   std::vector<int> ready_in_bucket_;
   std::vector<char> ready_now_;   // [params] in this micro-batch

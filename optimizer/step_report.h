@@ -37,6 +37,7 @@ struct StepRecord {
   float clip_factor = 1;  // what clipping multiplied the gradients by; 1 on a skipped step
   double loss_scale = 1;  // used for this step's gradients
   double next_loss_scale = 1;
+  std::int64_t tokens = 0;                             // of all ranks, with optimizer.grad_reduce tokens
   double lr = 0;                                       // of the schedule, before group multipliers
   std::vector<std::string> nonfinite_gradient_params;  // names in registration order
   std::vector<std::string> nonfinite_master_params;    // whose masters became NaN or infinite in BF16

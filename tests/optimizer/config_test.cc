@@ -90,6 +90,7 @@ TEST_F(ConfigFile, EmptyMapGivesTheDefaults) {
   EXPECT_FALSE(config.optimizer.decay_1d);
   EXPECT_EQ(config.optimizer.clip_grad, 1.0);
   EXPECT_EQ(config.optimizer.grad_dtype, DType::kFp32);
+  EXPECT_EQ(config.optimizer.grad_reduce, GradReduce::kAverage);
   EXPECT_EQ(config.optimizer.state_dtype, DType::kFp32);
   EXPECT_EQ(config.optimizer.bucket_elems, 0);
   EXPECT_EQ(config.optimizer.max_consecutive_skips, 100);
@@ -132,6 +133,7 @@ optimizer:
   decay_1d: true
   clip_grad: 0.5
   grad_dtype: bf16
+  grad_reduce: tokens
   state_dtype: fp32
   bucket_elems: 4e6
   max_consecutive_skips: 0
@@ -188,6 +190,7 @@ TEST_F(ConfigFile, EveryKeyReachesItsField) {
   EXPECT_TRUE(config.optimizer.decay_1d);
   EXPECT_EQ(config.optimizer.clip_grad, 0.5);
   EXPECT_EQ(config.optimizer.grad_dtype, DType::kBf16);
+  EXPECT_EQ(config.optimizer.grad_reduce, GradReduce::kTokens);
   EXPECT_EQ(config.optimizer.bucket_elems, 4'000'000);
   EXPECT_EQ(config.optimizer.max_consecutive_skips, 0);
   EXPECT_EQ(config.optimizer.loss_scale.kind, LossScaleKind::kDynamic);
@@ -243,7 +246,7 @@ TEST_F(ConfigFile, WhatItPrintsLoadsBack) {
   EXPECT_TRUE(contains(printed, "\n  lr: 0.002  # --set\n"));
   EXPECT_TRUE(contains(printed, "\n  eps: 1e-06  # run.yaml:6:8\n"));
   EXPECT_TRUE(contains(printed,
-                       "\n    - match: \"embed*\"  # run.yaml:24:14\n      ndim: 0  # default\n"
+                       "\n    - match: \"embed*\"  # run.yaml:25:14\n      ndim: 0  # default\n"
                        "      name: \"embed*\"  # default\n      lr: inherit  # default\n"));
 
   Config again;
@@ -273,6 +276,7 @@ TEST_F(ConfigFile, EveryKeyRefusesABadValue) {
       {"optimizer.decay_1d", "1"},
       {"optimizer.clip_grad", "-1"},
       {"optimizer.grad_dtype", "fp16"},
+      {"optimizer.grad_reduce", "mean"},
       {"optimizer.state_dtype", "bf16"},
       {"optimizer.bucket_elems", "127"},
       {"optimizer.max_consecutive_skips", "-1"},
@@ -367,7 +371,7 @@ TEST_F(ConfigFile, BadConfigurationsPrintExactlyThis) {
       {"optimizer:\n  - lr: 1\n",
        "run.yaml:2:3: `optimizer` is a list; allowed: a map with the keys kind, lr, betas, eps, "
        "weight_decay, decay_1d, clip_grad, "
-       "grad_dtype, state_dtype, bucket_elems, max_consecutive_skips, loss_scale, groups"},
+       "grad_dtype, grad_reduce, state_dtype, bucket_elems, max_consecutive_skips, loss_scale, groups"},
       {"optimizer:\n  loss_scale: dynamic\n",
        "run.yaml:2:15: `optimizer.loss_scale` is dynamic; allowed: a map with the keys kind, initial, min, "
        "growth_interval, hysteresis"},
