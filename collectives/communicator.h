@@ -119,6 +119,7 @@ class Communicator {
 
   /// Local failure after messages began: makes the peers' waits fail instead of hang. Under MPI the job ends.
   virtual void abort(const std::string& reason) noexcept = 0;
+  /// Moves on what is in flight, where a transport does so only while it is called; never waits.
   virtual Health health() = 0;
 
   /// Base address of `buffer` in every rank of the group, as seen from here; empty on transports without

@@ -38,6 +38,9 @@ enum class WeightDecayKind { kConstant, kLinear, kCosine };
 enum class DeviceChoice { kAuto, kHost, kCuda };
 /// What the gather after a step moves: the quantized planes, or BF16 values that every rank quantizes itself.
 enum class GatherFormat { kQuantized, kBf16 };
+/// How the gradients of ranks are added: as the transport does it, or by an exchange and an FP32 sum in rank
+/// order.
+enum class GradReduction { kNative, kExchange };
 
 struct LossScaleConfig {
   LossScaleKind kind = LossScaleKind::kNone;
@@ -72,6 +75,7 @@ struct OptimizerConfig {
   double clip_grad = 1.0;  // 0: off
   DType grad_dtype = DType::kFp32;
   GradReduce grad_reduce = GradReduce::kAverage;
+  bool check_grads = false;
   DType state_dtype = DType::kFp32;
   std::int64_t bucket_elems = 0;             // 0: automatic rule
   std::int64_t max_consecutive_skips = 100;  // 0: no limit
@@ -104,6 +108,7 @@ struct ParallelConfig {
   double timeout_s = 100;
   double init_timeout_s = 300;
   GatherFormat gather_format = GatherFormat::kQuantized;
+  GradReduction grad_reduction = GradReduction::kNative;
   std::int64_t world_size = 0;  // 0: any
 };
 

@@ -53,13 +53,13 @@ std::string ConstructionReport::text() const {
   std::ostringstream out;
   out << communicator << "; " << params << " params, " << elems << " elements, " << buckets
       << " buckets, layout digest " << std::hex << layout_digest << std::dec << '\n';
-  out << "memory of this rank: " << mebibytes(bytes.total() + gather_staging_bytes) << " = row planes "
-      << mebibytes(bytes.row_plane) << ", column planes " << mebibytes(bytes.column_plane) << ", scales "
-      << mebibytes(bytes.scales) << ", bf16 and fp32 params "
+  out << "memory of this rank: " << mebibytes(bytes.total() + gather_staging_bytes + grad_staging_bytes)
+      << " = row planes " << mebibytes(bytes.row_plane) << ", column planes " << mebibytes(bytes.column_plane)
+      << ", scales " << mebibytes(bytes.scales) << ", bf16 and fp32 params "
       << mebibytes(bytes.bf16_values + bytes.fp32_values) << ", gradients " << mebibytes(bytes.gradients)
       << ", master shards " << mebibytes(bytes.master) << ", moments "
       << mebibytes(bytes.exp_avg + bytes.exp_avg_sq) << ", gather staging " << mebibytes(gather_staging_bytes)
-      << '\n';
+      << ", gradient staging " << mebibytes(grad_staging_bytes) << '\n';
   out << "cut bands: " << cut.cut_bands << ", " << std::fixed << std::setprecision(2) << 100 * cut.mean
       << " % of the column-plane elements (worst rank " << 100 * cut.worst_rank << " %); gradients are "
       << reduction_text(*this);

@@ -20,6 +20,7 @@ struct ConstructionReport {
   std::vector<std::string> fallbacks;     // one line for each MXFP8 request that became bf16, with its reason
   ByteCounts bytes;                       // of this rank
   std::int64_t gather_staging_bytes = 0;  // gather_format bf16 only
+  std::int64_t grad_staging_bytes = 0;    // grad_reduction exchange only, where the transport does not do it
   CutShare cut;
   std::int64_t average_divisor = 1;  // the one number gradients are divided by, inside the reduction
   GradReduce grad_reduce = GradReduce::kAverage;

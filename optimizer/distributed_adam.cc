@@ -75,6 +75,16 @@ auto guarded(Communicator& comm, const Body& body) {
 /// pieces.
 constexpr std::int64_t kMostTableSteps = 1 << 16;
 
+GradSyncOptions grad_sync_options(const Config& config, Device device) {
+  GradSyncOptions options;
+  options.op = config.optimizer.grad_reduce == GradReduce::kAverage ? ReduceOp::kAvg : ReduceOp::kSum;
+  options.checks = config.optimizer.check_grads;
+  // The transports of host memory add in rank order by themselves.
+  options.exchanges =
+      config.parallel.grad_reduction == GradReduction::kExchange && device.kind != DeviceKind::kHost;
+  return options;
+}
+
 /// The first step from which on learning rates and weight decays stay.
 std::int64_t last_change(const ScheduleConfig& schedule) {
   return std::max(last_lr_change(schedule), last_weight_decay_change(schedule));
@@ -103,8 +113,7 @@ class DistributedAdam::Impl {
                  allocator_),
         param_sync_(layout(), storage_, comm, config.parallel.gather_format, config.precision.scale_layout,
                     allocator_),
-        grad_sync_(layout(), storage_, comm,
-                   config.optimizer.grad_reduce == GradReduce::kAverage ? ReduceOp::kAvg : ReduceOp::kSum),
+        grad_sync_(layout(), storage_, comm, grad_sync_options(config, device), allocator_),
         segments_(layout().segments(comm.rank())),
         segment_of_(layout().params().size(), -1),
         kernels_(StepKernels::make(
@@ -114,7 +123,7 @@ class DistributedAdam::Impl {
         table_steps_(
             device.kind == DeviceKind::kHost ? 1 : std::min(last_change(config.schedule), kMostTableSteps)),
         scalars_(part_count(), table_steps_, initial_state(), device, allocator_),
-        reports_(device, param_count(),
+        reports_(device, param_count() + static_cast<std::int64_t>(grad_sync_.local_status().size()),
                  [this](StepRecord& record, const StepOutcome& outcome, auto status) {
                    complete_record(record, outcome, status);
                  }),
@@ -124,6 +133,7 @@ class DistributedAdam::Impl {
       segment_of_[index(segments_[i].param)] = static_cast<int>(i);
     }
     report_.gather_staging_bytes = param_sync_.staging_bytes();
+    report_.grad_staging_bytes = grad_sync_.staging_bytes();
     for (const ParamGroup& group : plan_.groups.groups) group_names_.push_back(group.name);
   }
 
@@ -317,7 +327,8 @@ class DistributedAdam::Impl {
     record.lr = plan_.groups.groups[0].lr.peak;  // until the step is known
     return guarded(comm_, [&] {
       StepReport report = reports_.add(std::move(record), memory.outcome, param_sync_.status(),
-                                       param_sync_.reduced(), stream);
+                                       grad_sync_.local_status(), param_sync_.reduced(), stream);
+      grad_sync_.note_reported(stream);
       last_.record(stream);
       if (is_host()) reports_.make_room();
       return report;
@@ -331,8 +342,9 @@ class DistributedAdam::Impl {
     record.lr = plan_.groups.groups[0].lr.peak;
     return guarded(comm_, [&] {
       last_.join(stream);
-      StepReport report =
-          reports_.add(std::move(record), scalars_.memory().outcome, param_sync_.status(), Work(), stream);
+      StepReport report = reports_.add(std::move(record), scalars_.memory().outcome, param_sync_.status(),
+                                       grad_sync_.local_status(), Work(), stream);
+      grad_sync_.note_reported(stream);
       last_.record(stream);
       return report;
     });
@@ -432,6 +444,18 @@ class DistributedAdam::Impl {
     for (std::size_t p = 0; p < layout().params().size(); ++p) {
       if (status[p] == value) names.push_back(layout().params()[p].name);
     }
+    return names;
+  }
+
+  /// Names, in registration order, of the params whose gradients were found not finite before the reduction.
+  std::vector<std::string> locally_nonfinite(std::span<const std::uint8_t> local_status) const {
+    std::vector<int> params;
+    for (std::size_t i = 0; i < local_status.size(); ++i) {
+      if (local_status[i] != 0) params.push_back(grad_sync_.checked_params()[i]);
+    }
+    std::ranges::sort(params);
+    std::vector<std::string> names;
+    for (const int param : params) names.push_back(layout().param(param).name);
     return names;
   }
 
@@ -554,6 +578,7 @@ class DistributedAdam::Impl {
                              outcome.taken ? after.taken : after.taken + 1);
     record.nonfinite_gradient_params = names_with_status(status, kStatusNonFiniteGradient);
     record.nonfinite_master_params = names_with_status(status, kStatusNonFiniteMaster);
+    record.local_nonfinite_params = locally_nonfinite(status.last(grad_sync_.local_status().size()));
 
     if (outcome.options_differ) {
       throw ContractError(

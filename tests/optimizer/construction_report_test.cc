@@ -56,9 +56,10 @@ TEST(ConstructionReport, TextHasAllOfItWithoutANewlineAtTheEnd) {
     EXPECT_GT(report.cut.cut_bands, 0);
     const std::string text = report.text();
     for (const char* part :
-         {"threads, rank", "of 3; 15 params, ", " buckets, layout digest ", "memory of this rank: ",
-          "row planes ", "column planes ", "scales ", "bf16 and fp32 params ", "gradients ", "master shards ",
-          "moments ", "gather staging ", "cut bands: ", "% of the column-plane elements (worst rank ",
+         {"threads, rank", "of 3; 15 params, ", " buckets, layout digest ",
+          "memory of this rank: ", "row planes ", "column planes ", "scales ", "bf16 and fp32 params ",
+          "gradients ", "master shards ", "moments ", "gather staging ", "gradient staging ",
+          "cut bands: ", "% of the column-plane elements (worst rank ",
           "gradients are divided by 3 in the reduction", "\nkept in bf16: param 'attn.bias' (shape 5): "}) {
       EXPECT_TRUE(contains(text, part));
     }

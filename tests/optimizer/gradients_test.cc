@@ -14,6 +14,7 @@
 #include <gtest/gtest.h>
 
 #include "support/devices.h"
+#include "support/inexact_gradients.h"
 #include "support/optimizer_fixture.h"
 #include "support/reference_adam.h"
 #include "support/thrown_message.h"
@@ -25,6 +26,7 @@ using test::bits_equal;
 using test::contains;
 using test::Place;
 using test::run_ranks;
+using test::same_facts;
 using test::spec;
 using test::thrown_message;
 
@@ -379,6 +381,85 @@ TEST_P(Gradients, AParamThatIsUsedSeveralTimesIsReadyAfterItsLastUse) {
           });
         }
         expected.compare(trainer);
+      });
+    }
+  }
+}
+
+TEST_P(Gradients, AreLookedAtBeforeTheReductionWhereThatIsAskedFor) {
+  const std::vector<std::string> bad_names = {"norm.1", "head.weight", "mlp.up"};
+  const std::vector<std::string> reported = {"embed.weight", "mlp.up", "norm.1"};  // in registration order
+  for (const bool checks : {false, true}) {
+    for (const int size : kWorldSizes) {
+      SCOPED_TRACE("W " + std::to_string(size));
+      Config config = test::mixed_config();
+      config.optimizer.check_grads = checks;
+      on_ranks(size, device(), config, test::mixed_specs(), [&](Trainer& trainer) {
+        const bool is_bad = trainer.side->rank() == size - 1;
+        const std::vector<std::string> none;
+        for (int step = 0; step < 3; ++step) {
+          for (const std::string& name : bad_names) {
+            std::vector<float> values(static_cast<std::size_t>(trainer.elems(name)), 1.0f);
+            if (is_bad && step != 1) values.back() = -std::numeric_limits<float>::infinity();
+            trainer.write(name, values);
+            trainer.ready(name);
+          }
+          const StepReport report = trainer.step();
+          EXPECT_EQ(report->taken, step == 1);
+          EXPECT_EQ(report->nonfinite_gradient_params, step == 1 ? none : reported);
+          EXPECT_EQ(report->local_nonfinite_params, checks && is_bad && step != 1 ? reported : none);
+        }
+      });
+    }
+  }
+}
+
+TEST_P(Gradients, ThatOverflowInTheReductionOnlyWereFineBefore) {
+  for (const int size : {2, 3, 4, 7}) {
+    Config config = plain_config(GradReduce::kSum);
+    config.optimizer.check_grads = true;
+    on_ranks(size, device(), config, two_params(), [&](Trainer& trainer) {
+      const std::vector<float> large(static_cast<std::size_t>(trainer.elems("first")), 3e38f);
+      trainer.write("first", large);
+      const StepReport report = trainer.step();
+      EXPECT_FALSE(report->taken);
+      EXPECT_EQ(report->nonfinite_gradient_params, std::vector<std::string>{"first"});
+      EXPECT_TRUE(report->local_nonfinite_params.empty());
+    });
+  }
+}
+
+TEST_P(Gradients, ExchangedAmongRanksHaveTheBitsOfTheHostTransports) {
+  for (const DType dtype : {DType::kFp32, DType::kBf16}) {
+    for (const GradReduce reduce : {GradReduce::kAverage, GradReduce::kSum}) {
+      for (const int size : kWorldSizes) {
+        SCOPED_TRACE("W " + std::to_string(size));
+        test::Scenario scenario;
+        scenario.config.optimizer.grad_dtype = dtype;
+        scenario.config.optimizer.grad_reduce = reduce;
+        scenario.config.optimizer.bucket_elems = 3000;
+        run_ranks(size, [&](Communicator& comm) {
+          const test::Facts expected = test::run_inexact(comm, scenario);
+          test::Scenario exchanged = scenario;
+          exchanged.config.parallel.grad_reduction = GradReduction::kExchange;
+          EXPECT_TRUE(same_facts(expected, test::run_inexact(comm, exchanged, device())));
+        });
+      }
+    }
+  }
+}
+
+TEST_P(Gradients, StagingOfExchangesIsInTheConstructionReport) {
+  for (const GradReduction reduction : {GradReduction::kNative, GradReduction::kExchange}) {
+    for (const int size : {1, 3}) {
+      Config config = plain_config();
+      config.parallel.grad_reduction = reduction;
+      on_ranks(size, device(), config, two_params(), [&](Trainer& trainer) {
+        std::int64_t largest = 0;
+        for (const Bucket& bucket : trainer.opt.layout().buckets()) largest = std::max(largest, bucket.elems);
+        const bool has_staging =
+            reduction == GradReduction::kExchange && size > 1 && device().kind != DeviceKind::kHost;
+        EXPECT_EQ(trainer.opt.construction().grad_staging_bytes, has_staging ? 4 * largest : 0);
       });
     }
   }
