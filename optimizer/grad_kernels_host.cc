@@ -1,6 +1,7 @@
 #include "mxopt/optimizer/grad_kernels_host.h"
 
 #include <algorithm>
+#include <atomic>
 #include <utility>
 
 #include "mxopt/collectives/rank_sum.h"
@@ -21,21 +22,35 @@ MXOPT_HOST_CLONES bool has_nonfinite(const void* grad, DType dtype, std::int64_t
   return count != 0;
 }
 
+/// A part of one gradient.
+struct Chunk {
+  const GradRow* row = nullptr;
+  std::int64_t begin = 0;
+  std::int64_t elems = 0;
+};
+
 class HostGradKernels final : public GradKernels {
  public:
-  explicit HostGradKernels(GradTables tables) : tables_(std::move(tables)) {}
+  explicit HostGradKernels(GradTables tables) : tables_(std::move(tables)), chunks_(tables_.buckets.size()) {
+    for (std::size_t b = 0; b < chunks_.size(); ++b) {
+      for (const GradRow& row : tables_.buckets[b]) {
+        for (std::int64_t begin = 0; begin < row.elems; begin += kChunkElems) {
+          chunks_[b].push_back({&row, begin, std::min(kChunkElems, row.elems - begin)});
+        }
+      }
+    }
+  }
 
   void find_nonfinite(int bucket, StreamRef) override {
-    for (const GradRow& row : tables_.buckets[static_cast<std::size_t>(bucket)]) {
-      const std::int64_t chunks = (row.elems + kChunkElems - 1) / kChunkElems;
-      int found = 0;
-#pragma omp parallel for schedule(static) reduction(| : found)
-      for (std::int64_t chunk = 0; chunk < chunks; ++chunk) {
-        const std::int64_t begin = chunk * kChunkElems;
-        const std::int64_t n = std::min(kChunkElems, row.elems - begin);
-        found |= has_nonfinite(row.grad, tables_.dtype, begin, n) ? 1 : 0;
-      }
-      *row.status = static_cast<std::uint8_t>(found);
+    const std::vector<Chunk>& chunks = chunks_[static_cast<std::size_t>(bucket)];
+    for (const GradRow& row : tables_.buckets[static_cast<std::size_t>(bucket)]) *row.status = 0;
+    const auto count = static_cast<std::int64_t>(chunks.size());
+#pragma omp parallel for schedule(static)
+    for (std::int64_t i = 0; i < count; ++i) {
+      const Chunk& chunk = chunks[static_cast<std::size_t>(i)];
+      if (!has_nonfinite(chunk.row->grad, tables_.dtype, chunk.begin, chunk.elems)) continue;
+      // Several threads may, all with the same value.
+      std::atomic_ref<std::uint8_t>(*chunk.row->status).store(1, std::memory_order_relaxed);
     }
   }
 
@@ -48,7 +63,8 @@ class HostGradKernels final : public GradKernels {
   }
 
  private:
-  GradTables tables_;
+  const GradTables tables_;
+  std::vector<std::vector<Chunk>> chunks_;  // [buckets]
 };
 
 }  // namespace
