@@ -29,8 +29,8 @@ __device__ bool is_nonfinite(Bf16 x) {
 /// Whether one of the elements in a word is not finite.
 template <class Grad>
 __device__ bool has_nonfinite(std::uint32_t word) {
-  if constexpr (sizeof(Grad) == sizeof(float)) return (word & 0x7F800000u) == 0x7F800000u;
-  return (word & 0x7F80u) == 0x7F80u || (word & 0x7F800000u) == 0x7F800000u;
+  const bool is_high_nonfinite = (word & 0x7F800000u) == 0x7F800000u;
+  return is_high_nonfinite || (sizeof(Grad) == sizeof(Bf16) && (word & 0x7F80u) == 0x7F80u);
 }
 
 template <class Grad>
@@ -153,7 +153,7 @@ class CudaGradKernels final : public GradKernels {
   void find_nonfinite(int bucket, StreamRef stream) override {
     const Range& range = buckets_[static_cast<std::size_t>(bucket)];
     if (range.rows == 0) return;
-    fill_zero(range.status, range.rows, device_, stream);
+    mxopt::fill_zero(range.status, range.rows, device_, stream);
     const Piece* const first = reinterpret_cast<const Piece*>(pieces_.data()) + range.first_piece;
     if (dtype_ == DType::kFp32) {
       cuda::launch(device_.index, stream, range.pieces, kThreads, true, find_nonfinite_kernel<float>, first);
