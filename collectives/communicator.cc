@@ -131,6 +131,28 @@ Work Communicator::all_gather(TypedSpan output, ConstTypedSpan shard, Traffic tr
   return do_all_gather(call, output.data, shard.data);
 }
 
+Work Communicator::all_to_all(TypedSpan output, ConstTypedSpan input, Traffic traffic, StreamRef stream) {
+  check_span("all_to_all", "output", output);
+  check_span("all_to_all", "input", input);
+  MXOPT_CHECK(input.dtype == output.dtype, "all_to_all: input is " << dtype_name(input.dtype)
+                                                                   << ", output is "
+                                                                   << dtype_name(output.dtype));
+  MXOPT_CHECK(input.elems == output.elems && input.elems % size() == 0,
+              "all_to_all: input has " << input.elems << " elements, output has " << output.elems
+                                       << "; expected the same multiple of " << size() << " ranks");
+  const auto in = reinterpret_cast<std::uintptr_t>(input.data);
+  const auto out = reinterpret_cast<std::uintptr_t>(output.data);
+  const auto bytes = static_cast<std::uintptr_t>(input.bytes());
+  MXOPT_CHECK(bytes == 0 || in + bytes <= out || out + bytes <= in, "all_to_all: input overlaps output");
+  const Call call{.sequence = next_sequence(),
+                  .operation = "all_to_all",
+                  .dtype = input.dtype,
+                  .elems = input.elems / size(),
+                  .traffic = traffic,
+                  .stream = stream};
+  return do_all_to_all(call, output.data, input.data);
+}
+
 Work Communicator::broadcast(TypedSpan buffer, int root, Traffic traffic, StreamRef stream) {
   check_span("broadcast", "buffer", buffer);
   MXOPT_CHECK(root >= 0 && root < size(), "broadcast: root " << root << " of " << size() << " ranks");

@@ -116,6 +116,9 @@ class Communicator {
   /// shard [n], output [size() * n]: rank r's shard lands in [r*n, (r+1)*n) on every rank.
   /// `shard` may be exactly that range of `output` (in place).
   Work all_gather(TypedSpan output, ConstTypedSpan shard, Traffic traffic, StreamRef stream = {});
+  /// input, output [size() * n]: rank r's elements [s*n, (s+1)*n) land in [r*n, (r+1)*n) of rank s. The two
+  /// must not overlap.
+  Work all_to_all(TypedSpan output, ConstTypedSpan input, Traffic traffic, StreamRef stream = {});
   /// Every rank ends with root's buffer.
   Work broadcast(TypedSpan buffer, int root, Traffic traffic, StreamRef stream = {});
   /// Host waits until every rank has come here.
@@ -131,6 +134,7 @@ class Communicator {
 
   /// Local failure after messages began: makes the peers' waits fail instead of hang. Under MPI the job ends.
   virtual void abort(const std::string& reason) noexcept = 0;
+  /// Moves on what is in flight, where a transport does so only while it is called; never waits.
   virtual Health health() = 0;
 
   /// Of memory that open_window() takes; null on transports without windows.
@@ -149,7 +153,8 @@ class Communicator {
   /// One call as a transport gets it: arguments are checked, elems may be zero.
   struct Call {
     std::int64_t sequence = 0;
-    /// "all_reduce", "reduce_scatter", "all_gather", "broadcast"; "barrier", "split", "init", "close".
+    /// "all_reduce", "reduce_scatter", "all_gather", "all_to_all", "broadcast"; "barrier", "split", "init",
+    /// "close".
     std::string_view operation;
     DType dtype = DType::kUint8;
     std::int64_t elems = 0;        // of the shard where there is one, else of the buffer
@@ -164,6 +169,7 @@ class Communicator {
   virtual Work do_all_reduce(const Call& call, void* buffer) = 0;
   virtual Work do_reduce_scatter(const Call& call, void* shard, void* input) = 0;
   virtual Work do_all_gather(const Call& call, void* output, const void* shard) = 0;
+  virtual Work do_all_to_all(const Call& call, void* output, const void* input) = 0;
   virtual Work do_broadcast(const Call& call, void* buffer) = 0;
   virtual void do_barrier(const Call& call) = 0;
 

@@ -107,8 +107,8 @@ struct MpiCommunicator::Posted {
   std::uint64_t what = 0;
   std::int64_t elems = 0;
 
-  static constexpr std::array<std::string_view, 6> kOperations = {
-      "all_reduce", "reduce_scatter", "all_gather", "broadcast", "barrier", "split"};
+  static constexpr std::array<std::string_view, 7> kOperations = {
+      "all_reduce", "reduce_scatter", "all_gather", "all_to_all", "broadcast", "barrier", "split"};
 
   static Posted of(const Call& call) {
     const auto operation =
@@ -274,7 +274,7 @@ class MpiCommunicator::Bulletin {
 /// One call, from its issue until all its chunks are through.
 struct MpiCommunicator::Operation {
   /// How a chunk travels.
-  enum class Path { kBarrier, kBroadcast, kGather, kNativeReduce, kGatherAndSum, kExchangeAndSum };
+  enum class Path { kBarrier, kBroadcast, kGather, kExchange, kNativeReduce, kGatherAndSum, kExchangeAndSum };
 
   Operation(const Call& call_, Path path_, ChunkPlan plan_, void* out_, const void* in_)
       : call(call_), path(path_), plan(plan_), out(out_), in(in_) {}
@@ -368,6 +368,7 @@ std::shared_ptr<MpiCommunicator::Operation> MpiCommunicator::Engine::start(const
   const Path path = empty_handed                         ? Path::kBarrier
                     : call.operation == "broadcast"      ? Path::kBroadcast
                     : call.operation == "all_gather"     ? Path::kGather
+                    : call.operation == "all_to_all"     ? Path::kExchange
                     : call.operation == "reduce_scatter" ? Path::kExchangeAndSum
                     : rounds                             ? Path::kGatherAndSum
                                                          : Path::kNativeReduce;
@@ -444,6 +445,14 @@ void MpiCommunicator::Engine::issue_chunk(Operation& operation) {
       const bool in_place = operation.in == at_byte(operation.out, rank_ * shard_bytes);
       MXOPT_MPI_CHECK(MPI_Iallgather(in_place ? MPI_IN_PLACE : at_byte(operation.in, begin), bytes, MPI_BYTE,
                                      at_byte(operation.out, begin), 1, type, comm_, &request),
+                      rank_);
+      break;
+    }
+    case Path::kExchange: {
+      const MPI_Datatype type = strided_chunk(bytes, shard_bytes, rank_);
+      operation.types.push_back(type);
+      MXOPT_MPI_CHECK(MPI_Ialltoall(at_byte(operation.in, begin), 1, type, at_byte(operation.out, begin), 1,
+                                    type, comm_, &request),
                       rank_);
       break;
     }
@@ -740,6 +749,10 @@ Work MpiCommunicator::do_reduce_scatter(const Call& call, void* shard, void* inp
 
 Work MpiCommunicator::do_all_gather(const Call& call, void* output, const void* shard) {
   return start(call, output, shard);
+}
+
+Work MpiCommunicator::do_all_to_all(const Call& call, void* output, const void* input) {
+  return start(call, output, input);
 }
 
 Work MpiCommunicator::do_broadcast(const Call& call, void* buffer) {

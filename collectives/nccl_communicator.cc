@@ -526,6 +526,19 @@ ncclResult_t NcclCommunicator::Engine::enqueue(const Posted& post) const {
     return ncclReduceScatter(post.in, post.out, elems, type, nccl_op(call.op), comm_, stream);
   }
   if (call.operation == "all_gather") return ncclAllGather(post.in, post.out, elems, type, comm_, stream);
+  if (call.operation == "all_to_all") {
+    // They go out together, as every call is issued within a group of NCCL's.
+    const std::int64_t bytes = call.elems * dtype_bytes(call.dtype);
+    ncclResult_t result = ncclSuccess;
+    for (int peer = 0; peer < size_ && !is_error(result); ++peer) {
+      result = ncclSend(static_cast<const std::uint8_t*>(post.in) + peer * bytes, elems, type, peer, comm_,
+                        stream);
+      if (is_error(result)) break;
+      result =
+          ncclRecv(static_cast<std::uint8_t*>(post.out) + peer * bytes, elems, type, peer, comm_, stream);
+    }
+    return result;
+  }
   return ncclBroadcast(post.out, post.out, elems, type, call.root, comm_, stream);
 }
 
@@ -983,6 +996,10 @@ Work NcclCommunicator::do_reduce_scatter(const Call& call, void* shard, void* in
 
 Work NcclCommunicator::do_all_gather(const Call& call, void* output, const void* shard) {
   return start(call, output, shard);
+}
+
+Work NcclCommunicator::do_all_to_all(const Call& call, void* output, const void* input) {
+  return start(call, output, input);
 }
 
 Work NcclCommunicator::do_broadcast(const Call& call, void* buffer) {

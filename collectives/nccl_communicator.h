@@ -89,6 +89,7 @@ class NcclCommunicator final : public Communicator {
   Work do_all_reduce(const Call& call, void* buffer) override;
   Work do_reduce_scatter(const Call& call, void* shard, void* input) override;
   Work do_all_gather(const Call& call, void* output, const void* shard) override;
+  Work do_all_to_all(const Call& call, void* output, const void* input) override;
   Work do_broadcast(const Call& call, void* buffer) override;
   void do_barrier(const Call& call) override;
 

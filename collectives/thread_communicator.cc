@@ -292,6 +292,13 @@ void ThreadCommunicator::Group::perform(Slot& slot) {
         copy(posts[to].out, static_cast<std::int64_t>(from) * bytes, posts[from].in);
       }
     }
+  } else if (call.operation == "all_to_all") {
+    for (std::size_t to = 0; to < ranks; ++to) {
+      for (std::size_t from = 0; from < ranks; ++from) {
+        copy(posts[to].out, static_cast<std::int64_t>(from) * bytes,
+             static_cast<const std::uint8_t*>(posts[from].in) + static_cast<std::int64_t>(to) * bytes);
+      }
+    }
   } else {
     for (std::size_t to = 0; to < ranks; ++to) {
       copy(posts[to].out, 0, posts[static_cast<std::size_t>(call.root)].out);
@@ -405,6 +412,10 @@ Work ThreadCommunicator::do_reduce_scatter(const Call& call, void* shard, void* 
 
 Work ThreadCommunicator::do_all_gather(const Call& call, void* output, const void* shard) {
   return Work(post(call, output, shard, {}));
+}
+
+Work ThreadCommunicator::do_all_to_all(const Call& call, void* output, const void* input) {
+  return Work(post(call, output, input, {}));
 }
 
 Work ThreadCommunicator::do_broadcast(const Call& call, void* buffer) {

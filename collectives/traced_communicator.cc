@@ -76,6 +76,12 @@ Work TracedCommunicator::do_all_gather(const Call& call, void* output, const voi
                            call.traffic, call.stream);
 }
 
+Work TracedCommunicator::do_all_to_all(const Call& call, void* output, const void* input) {
+  count(call, size());
+  return inner_.all_to_all({output, call.dtype, call.elems * size()},
+                           {input, call.dtype, call.elems * size()}, call.traffic, call.stream);
+}
+
 Work TracedCommunicator::do_broadcast(const Call& call, void* buffer) {
   count(call, 1);
   return inner_.broadcast({buffer, call.dtype, call.elems}, call.root, call.traffic, call.stream);

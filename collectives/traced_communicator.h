@@ -18,14 +18,15 @@ struct TrafficCounts {
   std::int64_t bytes = 0;
 };
 
-/// bytes are those of the call's full buffer on this rank: size() shards for all_gather and reduce_scatter, 0
-/// for a barrier. Groups split off from it add to the same counts. `inner` must outlive it.
+/// bytes are those of the call's full buffer on this rank: size() shards for all_gather, all_to_all and
+/// reduce_scatter, 0 for a barrier. Groups split off from it add to the same counts. `inner` must outlive it.
 class TracedCommunicator final : public Communicator {
  public:
   explicit TracedCommunicator(Communicator& inner);
 
   TrafficCounts counts(Traffic traffic) const;
-  /// Of one operation: "all_reduce", "reduce_scatter", "all_gather", "broadcast", "barrier".
+  /// Of one operation: "all_reduce", "reduce_scatter", "all_gather", "all_to_all", "broadcast",
+  /// "barrier".
   TrafficCounts counts(Traffic traffic, std::string_view operation) const;
   TrafficCounts total() const;
 
@@ -54,6 +55,7 @@ class TracedCommunicator final : public Communicator {
   Work do_all_reduce(const Call& call, void* buffer) override;
   Work do_reduce_scatter(const Call& call, void* shard, void* input) override;
   Work do_all_gather(const Call& call, void* output, const void* shard) override;
+  Work do_all_to_all(const Call& call, void* output, const void* input) override;
   Work do_broadcast(const Call& call, void* buffer) override;
   void do_barrier(const Call& call) override;
 

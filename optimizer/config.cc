@@ -100,6 +100,13 @@ void describe_optimizer(ConfigSchema& schema, OptimizerConfig& config) {
       .alias("max_norm");
   schema.add("optimizer.grad_dtype", config.grad_dtype, {{"fp32", DType::kFp32}, {"bf16", DType::kBf16}},
              "Type of the gradient buffers and of their reduction.");
+  schema.add("optimizer.grad_reduce", config.grad_reduce,
+             {{"average", GradReduce::kAverage}, {"sum", GradReduce::kSum}, {"tokens", GradReduce::kTokens}},
+             "What the gradients of all ranks become: their mean, their sum, or their sum divided by the "
+             "number of tokens that the ranks count with add_tokens().");
+  schema.add("optimizer.check_grads", config.check_grads,
+             "Whether each rank looks for NaN and infinity in its own gradients before they are reduced; the "
+             "report names the params. It reads all gradients once more.");
   schema.add("optimizer.state_dtype", config.state_dtype, {{"fp32", DType::kFp32}},
              "Type of the master weights and the moments.");
   schema
@@ -244,6 +251,11 @@ void describe_parallel(ConfigSchema& schema, ParallelConfig& config) {
   schema.add("parallel.gather_format", config.gather_format,
              {{"quantized", GatherFormat::kQuantized}, {"bf16", GatherFormat::kBf16}},
              "What the gather moves: quantized planes, or BF16 values that each rank quantizes.");
+  schema.add(
+      "parallel.grad_reduction", config.grad_reduction,
+      {{"native", GradReduction::kNative}, {"exchange", GradReduction::kExchange}},
+      "How gradients of ranks are added: exchange, in FP32 and in rank order with one rounding, as host "
+      "transports always do; native, on NCCL in an order and a type of its own.");
   schema.add("parallel.world_size", config.world_size, Bounds::at_least(1).or_zero("any"),
              "Number of ranks that the run must have.", "ranks");
 }

@@ -22,6 +22,8 @@ class ConfigSchema;
 
 /// kAdamW decays weights directly, kAdam adds the decay to the gradient.
 enum class AdamKind { kAdamW, kAdam };
+/// What the gradients of the ranks become: their mean, their sum, or their sum divided by the step's tokens.
+enum class GradReduce { kAverage, kSum, kTokens };
 enum class LossScaleKind { kNone, kStatic, kDynamic };
 /// kAuto: the row plane alone where the backward pass needs no column plane, else both.
 enum class StorageChoice { kRow, kBoth, kAuto };
@@ -39,6 +41,9 @@ enum class GatherFormat { kQuantized, kBf16 };
 /// How what a step wrote reaches the other ranks: by all-gathers behind the update, or because the update
 /// stores it into their memory too. kAuto: whichever costs less, see gather_plan.h.
 enum class GatherChoice { kAuto, kDirect, kCollective };
+/// How the gradients of ranks are added: as the transport does it, or by an exchange and an FP32 sum in rank
+/// order.
+enum class GradReduction { kNative, kExchange };
 
 struct LossScaleConfig {
   LossScaleKind kind = LossScaleKind::kNone;
@@ -72,6 +77,8 @@ struct OptimizerConfig {
   bool decay_1d = false;
   double clip_grad = 1.0;  // 0: off
   DType grad_dtype = DType::kFp32;
+  GradReduce grad_reduce = GradReduce::kAverage;
+  bool check_grads = false;
   DType state_dtype = DType::kFp32;
   std::int64_t bucket_elems = 0;             // 0: automatic rule
   std::int64_t max_consecutive_skips = 100;  // 0: no limit
@@ -105,6 +112,7 @@ struct ParallelConfig {
   double init_timeout_s = 300;
   GatherChoice gather = GatherChoice::kAuto;
   GatherFormat gather_format = GatherFormat::kQuantized;
+  GradReduction grad_reduction = GradReduction::kNative;
   std::int64_t world_size = 0;  // 0: any
 };
 

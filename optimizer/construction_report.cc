@@ -13,9 +13,22 @@ std::string mebibytes(std::int64_t bytes) {
   return text.str();
 }
 
+std::string reduction_text(const ConstructionReport& report) {
+  switch (report.grad_reduce) {
+    case GradReduce::kAverage:
+      return "divided by " + std::to_string(report.average_divisor) + " in the reduction";
+    case GradReduce::kSum:
+      return "summed over ranks";
+    case GradReduce::kTokens:
+      return "summed over ranks, and divided by the tokens of the step in the update";
+  }
+  return "?";
+}
+
 }  // namespace
 
-ConstructionReport make_report(const Layout& layout, const Communicator& comm, DType grad_dtype) {
+ConstructionReport make_report(const Layout& layout, const Communicator& comm,
+                               const OptimizerConfig& optimizer) {
   ConstructionReport report;
   report.communicator = comm.describe();
   report.world_size = layout.world_size();
@@ -28,9 +41,10 @@ ConstructionReport make_report(const Layout& layout, const Communicator& comm, D
                                  "): " + param.fallback_reason);
     }
   }
-  report.bytes = layout.byte_counts(grad_dtype);
+  report.bytes = layout.byte_counts(optimizer.grad_dtype);
   report.cut = layout.cut_share();
-  report.average_divisor = layout.world_size();
+  report.average_divisor = optimizer.grad_reduce == GradReduce::kAverage ? layout.world_size() : 1;
+  report.grad_reduce = optimizer.grad_reduce;
   report.layout_digest = layout.digest();
   return report;
 }
@@ -39,16 +53,16 @@ std::string ConstructionReport::text() const {
   std::ostringstream out;
   out << communicator << "; " << params << " params, " << elems << " elements, " << buckets
       << " buckets, layout digest " << std::hex << layout_digest << std::dec << '\n';
-  out << "memory of this rank: " << mebibytes(bytes.total() + gather_staging_bytes) << " = row planes "
-      << mebibytes(bytes.row_plane) << ", column planes " << mebibytes(bytes.column_plane) << ", scales "
-      << mebibytes(bytes.scales) << ", bf16 and fp32 params "
+  out << "memory of this rank: " << mebibytes(bytes.total() + gather_staging_bytes + grad_staging_bytes)
+      << " = row planes " << mebibytes(bytes.row_plane) << ", column planes " << mebibytes(bytes.column_plane)
+      << ", scales " << mebibytes(bytes.scales) << ", bf16 and fp32 params "
       << mebibytes(bytes.bf16_values + bytes.fp32_values) << ", gradients " << mebibytes(bytes.gradients)
       << ", master shards " << mebibytes(bytes.master) << ", moments "
       << mebibytes(bytes.exp_avg + bytes.exp_avg_sq) << ", gather staging " << mebibytes(gather_staging_bytes)
-      << '\n';
+      << ", gradient staging " << mebibytes(grad_staging_bytes) << '\n';
   out << "cut bands: " << cut.cut_bands << ", " << std::fixed << std::setprecision(2) << 100 * cut.mean
-      << " % of the column-plane elements (worst rank " << 100 * cut.worst_rank
-      << " %); gradients are divided by " << average_divisor << " in the reduction";
+      << " % of the column-plane elements (worst rank " << 100 * cut.worst_rank << " %); gradients are "
+      << reduction_text(*this);
   if (!gather.empty()) out << "\ngather: " << gather;
   for (const std::string& line : fallbacks) out << "\nkept in bf16: " << line;
   return out.str();

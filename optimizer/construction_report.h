@@ -6,6 +6,7 @@
 #include <vector>
 
 #include "mxopt/collectives/communicator.h"
+#include "mxopt/optimizer/config.h"
 #include "mxopt/params/layout.h"
 
 namespace mxopt {
@@ -20,14 +21,17 @@ struct ConstructionReport {
   ByteCounts bytes;                       // of this rank
   std::int64_t gather_staging_bytes = 0;  // gather_format bf16, or direct stores
   std::string gather;                     // which planes are stored to the peers directly, and why
+  std::int64_t grad_staging_bytes = 0;    // grad_reduction exchange only, where the transport does not do it
   CutShare cut;
   std::int64_t average_divisor = 1;  // the one number gradients are divided by, inside the reduction
+  GradReduce grad_reduce = GradReduce::kAverage;
   std::uint64_t layout_digest = 0;
 
   /// All of it in a few lines, without a newline at the end.
   std::string text() const;
 };
 
-ConstructionReport make_report(const Layout& layout, const Communicator& comm, DType grad_dtype);
+ConstructionReport make_report(const Layout& layout, const Communicator& comm,
+                               const OptimizerConfig& optimizer);
 
 }  // namespace mxopt

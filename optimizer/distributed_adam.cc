@@ -76,6 +76,16 @@ auto guarded(Communicator& comm, const Body& body) {
 /// pieces.
 constexpr std::int64_t kMostTableSteps = 1 << 16;
 
+GradSyncOptions grad_sync_options(const Config& config, Device device) {
+  GradSyncOptions options;
+  options.op = config.optimizer.grad_reduce == GradReduce::kAverage ? ReduceOp::kAvg : ReduceOp::kSum;
+  options.checks = config.optimizer.check_grads;
+  // The transports of host memory add in rank order by themselves.
+  options.exchanges =
+      config.parallel.grad_reduction == GradReduction::kExchange && device.kind != DeviceKind::kHost;
+  return options;
+}
+
 /// The first step from which on learning rates and weight decays stay.
 std::int64_t last_change(const ScheduleConfig& schedule) {
   return std::max(last_lr_change(schedule), last_weight_decay_change(schedule));
@@ -154,7 +164,7 @@ class DistributedAdam::Impl {
         allocator_(allocator != nullptr ? std::move(allocator) : default_allocator(device)),
         param_sync_(layout(), storage_, comm, config.parallel.gather_format, groundwork_->gather,
                     groundwork_->window, config.precision.scale_layout, allocator_),
-        grad_sync_(layout(), storage_, comm),
+        grad_sync_(layout(), storage_, comm, grad_sync_options(config, device), allocator_),
         segments_(layout().segments(comm.rank())),
         segment_of_(layout().params().size(), -1),
         kernels_(StepKernels::make(
@@ -164,17 +174,18 @@ class DistributedAdam::Impl {
         table_steps_(
             device.kind == DeviceKind::kHost ? 1 : std::min(last_change(config.schedule), kMostTableSteps)),
         scalars_(part_count(), table_steps_, initial_state(), device, allocator_),
-        reports_(device, param_count(),
+        reports_(device, param_count() + static_cast<std::int64_t>(grad_sync_.local_status().size()),
                  [this](StepRecord& record, const StepOutcome& outcome, auto status) {
                    complete_record(record, outcome, status);
                  }),
-        report_(make_report(layout(), comm, config.optimizer.grad_dtype)),
+        report_(make_report(layout(), comm, config.optimizer)),
         last_(device) {
     for (std::size_t i = 0; i < segments_.size(); ++i) {
       segment_of_[index(segments_[i].param)] = static_cast<int>(i);
     }
     report_.gather_staging_bytes = param_sync_.staging_bytes();
     report_.gather = groundwork_->gather.text();
+    report_.grad_staging_bytes = grad_sync_.staging_bytes();
     for (const ParamGroup& group : plan_.groups.groups) group_names_.push_back(group.name);
   }
 
@@ -299,6 +310,17 @@ class DistributedAdam::Impl {
     guarded(comm_, [&] { grad_sync_.ready(param, stream); });
   }
 
+  void add_tokens(std::int64_t count, std::span<const std::int64_t> counter, StreamRef stream) {
+    MXOPT_CHECK(divides_by_tokens(),
+                "add_tokens: gradients are not divided by tokens; allowed with optimizer.grad_reduce tokens");
+    MXOPT_CHECK(count >= 0, "add_tokens: " << count << "; allowed is 0 or more");
+    const bool captured = is_capturing(device_, stream);
+    if (!captured) last_.join(stream);
+    kernels_->add_tokens(scalars_.memory().tokens, count, counter.data(), stream);
+    if (!captured) last_.record(stream);
+    are_tokens_told_ = true;
+  }
+
   StepReport step(StreamRef stream) {
     // publish() is collective, so this is so on every rank or on none.
     if (!published_) {
@@ -307,6 +329,9 @@ class DistributedAdam::Impl {
           "step: no weight was published yet; call set_initial() for every param, then publish()" +
           (names.empty() ? "" : "; without an initial value: " + quoted_list(names)));
     }
+    MXOPT_CHECK(!divides_by_tokens() || are_tokens_told_,
+                "step: optimizer.grad_reduce is tokens, and this rank called add_tokens() not once since the "
+                "last step; a rank without tokens calls add_tokens(0)");
     const bool captured = is_capturing(device_, stream);
     if (captured) {
       reports_.settle();
@@ -315,6 +340,7 @@ class DistributedAdam::Impl {
                   "yet; call step() once before the capture");
     }
     guarded(comm_, [&] { reports_.make_room(); });
+    are_tokens_told_ = false;
     StepRecord record;
     PhaseClock clock;
     kernels_->take_launches();
@@ -353,7 +379,8 @@ class DistributedAdam::Impl {
     record.lr = plan_.groups.groups[0].lr.peak;  // until the step is known
     return guarded(comm_, [&] {
       StepReport report = reports_.add(std::move(record), memory.outcome, param_sync_.status(),
-                                       param_sync_.reduced(), stream);
+                                       grad_sync_.local_status(), param_sync_.reduced(), stream);
+      grad_sync_.note_reported(stream);
       last_.record(stream);
       if (is_host()) reports_.make_room();
       return report;
@@ -367,8 +394,9 @@ class DistributedAdam::Impl {
     record.lr = plan_.groups.groups[0].lr.peak;
     return guarded(comm_, [&] {
       last_.join(stream);
-      StepReport report =
-          reports_.add(std::move(record), scalars_.memory().outcome, param_sync_.status(), Work(), stream);
+      StepReport report = reports_.add(std::move(record), scalars_.memory().outcome, param_sync_.status(),
+                                       grad_sync_.local_status(), Work(), stream);
+      grad_sync_.note_reported(stream);
       last_.record(stream);
       return report;
     });
@@ -471,6 +499,18 @@ class DistributedAdam::Impl {
     return names;
   }
 
+  /// Names, in registration order, of the params whose gradients were found not finite before the reduction.
+  std::vector<std::string> locally_nonfinite(std::span<const std::uint8_t> local_status) const {
+    std::vector<int> params;
+    for (std::size_t i = 0; i < local_status.size(); ++i) {
+      if (local_status[i] != 0) params.push_back(grad_sync_.checked_params()[i]);
+    }
+    std::ranges::sort(params);
+    std::vector<std::string> names;
+    for (const int param : params) names.push_back(layout().param(param).name);
+    return names;
+  }
+
   /// From written shards to whole params on every rank. The list of messages never depends on the outcome.
   void share_written(SyncScope scope, StreamRef stream, PhaseTimes* ms, const StepOutcome* outcome) {
     const bool frozen_too = scope == SyncScope::kAll;
@@ -489,6 +529,7 @@ class DistributedAdam::Impl {
   }
 
   bool is_host() const { return device_.kind == DeviceKind::kHost; }
+  bool divides_by_tokens() const { return config_.optimizer.grad_reduce == GradReduce::kTokens; }
   int part_count() const { return static_cast<int>(plan_.groups.parts.size()); }
 
   StepState initial_state() const {
@@ -509,6 +550,7 @@ class DistributedAdam::Impl {
     options.hysteresis = optimizer.loss_scale.hysteresis;
     options.hash = options_hash();
     options.world_size = comm_.size();
+    options.divides_by_tokens = divides_by_tokens();
     options.groups = part_count();
     return options;
   }
@@ -585,11 +627,13 @@ class DistributedAdam::Impl {
     record.grad_norm = outcome.grad_norm;
     record.clip_factor = outcome.clip_factor;
     record.loss_scale = outcome.loss_scale;
+    record.tokens = outcome.tokens;
     record.next_loss_scale = after.loss_scale.scale;
     record.lr = scheduled_lr(config_.schedule, {record.lr, config_.schedule.min_lr},
                              outcome.taken ? after.taken : after.taken + 1);
     record.nonfinite_gradient_params = names_with_status(status, kStatusNonFiniteGradient);
     record.nonfinite_master_params = names_with_status(status, kStatusNonFiniteMaster);
+    record.local_nonfinite_params = locally_nonfinite(status.last(grad_sync_.local_status().size()));
 
     if (outcome.options_differ) {
       throw ContractError(
@@ -646,6 +690,7 @@ class DistributedAdam::Impl {
   bool is_last_step_kept_ = true;
   bool are_groups_changed_ = true;
   bool is_taken_set_ = false;
+  bool are_tokens_told_ = false;              // since the last step
   std::int64_t steps_taken_ = 0, calls_ = 0;  // of the newest report that is complete
 };
 
@@ -700,6 +745,14 @@ void DistributedAdam::begin_backward(bool last_micro_batch) {
 }
 void DistributedAdam::grad_ready(std::string_view name, StreamRef stream) {
   impl_->grad_ready(name, stream);
+}
+void DistributedAdam::add_tokens(std::int64_t count, StreamRef stream) {
+  impl_->add_tokens(count, {}, stream);
+}
+void DistributedAdam::add_tokens(std::span<const std::int64_t> count, StreamRef stream) {
+  MXOPT_CHECK(count.size() == 1 && count.data() != nullptr,
+              "add_tokens: " << count.size() << " numbers; allowed is 1");
+  impl_->add_tokens(0, count, stream);
 }
 StepReport DistributedAdam::step(StreamRef stream) {
   return impl_->step(stream);

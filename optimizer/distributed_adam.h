@@ -99,6 +99,13 @@ class DistributedAdam {
   /// call.
   void grad_ready(std::string_view name, StreamRef stream = {});
 
+  /// With optimizer.grad_reduce tokens: adds to the number of tokens whose losses this rank's gradients of
+  /// the next step are sums over. At least one call for each step on every rank; 0 is allowed, and the
+  /// gradients of a step of no tokens at all are not divided. While a step is captured: on its stream.
+  void add_tokens(std::int64_t count, StreamRef stream = {});
+  /// The same for [1] in the memory of the optimizer's device, not negative, read in the order of `stream`.
+  void add_tokens(std::span<const std::int64_t> count, StreamRef stream = {});
+
   /// Collective: one optimizer step, or a skip on every rank. See StepRecord.
   /// Throws ContractError on every rank when a param was never published, when ranks hold different
   /// hyper-parameters, or when optimizer.max_consecutive_skips is reached. On a device the last two

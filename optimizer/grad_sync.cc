@@ -2,13 +2,16 @@
 
 #include <algorithm>
 #include <exception>
+#include <utility>
 
 namespace mxopt {
 
-GradSync::GradSync(const Layout& layout, const ParamStorage& storage, Communicator& comm)
+GradSync::GradSync(const Layout& layout, const ParamStorage& storage, Communicator& comm,
+                   const GradSyncOptions& options, std::shared_ptr<Allocator> allocator)
     : layout_(layout),
       storage_(storage),
       comm_(comm),
+      options_(options),
       names_in_bucket_(layout.buckets().size(), 0),
       ready_in_bucket_(layout.buckets().size(), 0),
       ready_now_(layout.params().size(), 0),
@@ -16,25 +19,66 @@ GradSync::GradSync(const Layout& layout, const ParamStorage& storage, Communicat
       writers_(layout.buckets().size()),
       clear_stream_(storage.device()),
       updated_(storage.device()),
-      cleared_(storage.device()) {
+      cleared_(storage.device()),
+      exchange_stream_(storage.device()),
+      arrived_(storage.device()),
+      summed_(storage.device()),
+      reported_(storage.device()) {
   for (const ParamLayout& param : layout.params()) {
     ++names_in_bucket_[static_cast<std::size_t>(param.bucket)];
     has_accumulating_ = has_accumulating_ || param.grad_mode == GradMode::kAccumulate;
   }
   works_.reserve(layout.buckets().size());
+  options_.exchanges = options.exchanges && comm.size() > 1;  // else there is nothing to add up
+  if (!options_.checks && !options_.exchanges) return;
+  if (allocator == nullptr) allocator = default_allocator(storage.device());
+  kernels_ = GradKernels::make(make_tables(allocator), storage.device(), allocator);
+  if (!options_.exchanges) return;
+  std::int64_t largest = 0;
+  for (const Bucket& bucket : layout.buckets()) {
+    if (!bucket.family.frozen) largest = std::max(largest, bucket.elems);
+  }
+  staging_ = Buffer(largest * dtype_bytes(storage.grad_dtype()), storage.device(), allocator);
+}
+
+GradTables GradSync::make_tables(const std::shared_ptr<Allocator>& allocator) {
+  GradTables tables;
+  tables.dtype = storage_.grad_dtype();
+  tables.buckets.resize(layout_.buckets().size());
+  if (!options_.checks) return tables;
+  for (const Bucket& bucket : layout_.buckets()) {
+    if (bucket.family.frozen) continue;
+    checked_params_.insert(checked_params_.end(), bucket.params.begin(), bucket.params.end());
+  }
+  local_status_ = Buffer(static_cast<std::int64_t>(checked_params_.size()), storage_.device(), allocator);
+  for (std::size_t i = 0; i < checked_params_.size(); ++i) {
+    const ParamLayout& param = layout_.param(checked_params_[i]);
+    const TypedSpan grad = storage_.gradients(param.bucket).sub(param.bucket_begin, param.elems());
+    tables.buckets[static_cast<std::size_t>(param.bucket)].push_back(
+        {grad.data, grad.elems, local_status_.data() + i});
+  }
+  return tables;
 }
 
 GradSync::~GradSync() {
+  bool have_all_come = true;
   for (Work& work : works_) {
     try {
       work.wait();
     } catch (const std::exception&) {  // dropped: nobody will use the gradients
+      have_all_come = false;
     }
+  }
+  if (!have_all_come) return;
+  try {
+    summed_.wait();
+  } catch (const std::exception&) {  // dropped likewise
   }
 }
 
 void GradSync::wait() {
   for (Work& work : works_) work.wait();
+  summed_.wait();
   cleared_.wait();
 }
 
@@ -59,7 +103,11 @@ void GradSync::ready(int param, StreamRef stream) {
   ready_ever_[static_cast<std::size_t>(param)] = 1;
   ++ready_in_bucket_[static_cast<std::size_t>(layout.bucket)];
   note_writer(layout.bucket, stream);
-  if (last_micro_batch_) issue_ready_buckets(stream);
+  if (!last_micro_batch_) return;
+  const bool is_sending = !works_.empty();
+  issue_ready_buckets(stream);
+  // Why: some host transports move bytes only while they are called.
+  if (is_sending && storage_.device().kind == DeviceKind::kHost) comm_.health();
 }
 
 void GradSync::note_writer(int bucket, StreamRef stream) {
@@ -101,7 +149,7 @@ void GradSync::issue(int bucket, StreamRef stream) {
     cleared_.join(stream);
   } else {
     MXOPT_CHECK(
-        cleared_.passed(),
+        cleared_.passed() && reported_.passed(),
         "a step is being captured while gradients are still being zeroed; synchronize the device before the "
         "capture begins");
   }
@@ -113,14 +161,39 @@ void GradSync::issue(int bucket, StreamRef stream) {
     const TypedSpan stale = grads.sub(param.bucket_begin, param.elems());
     fill_zero(stale.data, stale.bytes(), storage_.device(), stream);
   }
-  const std::int64_t shard = layout_.shard_elems(bucket);
-  works_.push_back(comm_.reduce_scatter(grads.sub(comm_.rank() * shard, shard), grads, ReduceOp::kAvg,
-                                        Traffic::kGradient, stream));
+  check(bucket, stream);
+  works_.push_back(reduce(bucket, stream));
+}
+
+void GradSync::check(int bucket, StreamRef stream) {
+  if (!options_.checks) return;
+  if (!is_capturing(storage_.device(), stream)) reported_.join(stream);
+  kernels_->find_nonfinite(bucket, stream);
+}
+
+Work GradSync::reduce(int bucket, StreamRef stream) {
+  const TypedSpan grads = storage_.gradients(bucket);
+  const std::int64_t elems = layout_.shard_elems(bucket);
+  const TypedSpan shard = grads.sub(comm_.rank() * elems, elems);
+  if (!options_.exchanges) {
+    return comm_.reduce_scatter(shard, grads, options_.op, Traffic::kGradient, stream);
+  }
+  // Why a stream of its own: the caller's goes on with the backward pass while the pieces travel.
+  const StreamRef own = exchange_stream_.ref();
+  arrived_.record(stream);
+  arrived_.join(own);
+  const TypedSpan pieces(staging_.data(), grads.dtype, grads.elems);
+  Work work = comm_.all_to_all(pieces, grads, Traffic::kGradient, own);
+  work.join(own);
+  kernels_->sum_in_rank_order(shard, pieces, options_.op, own);
+  summed_.record(own);
+  return work;
 }
 
 void GradSync::finish(StreamRef stream) {
   while (next_bucket_ < static_cast<int>(layout_.buckets().size())) issue(next_bucket_, stream);
   for (Work& work : works_) work.join(stream);
+  summed_.join(stream);
 }
 
 void GradSync::reset(StreamRef stream) {

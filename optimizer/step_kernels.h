@@ -83,6 +83,7 @@ struct StepMemory {
   StepState* state = nullptr;
   StepOutcome* outcome = nullptr;
   AdamScalars* scalars = nullptr;  // [groups]
+  std::int64_t* tokens = nullptr;  // counted by this rank since the last step
   GroupTable table;
 };
 
@@ -98,7 +99,12 @@ class StepKernels {
   static std::unique_ptr<StepKernels> make(StepTables tables, Device device,
                                            std::shared_ptr<Allocator> allocator = nullptr);
 
-  /// Zeroes the statistics, and sets in them what is for agreement between ranks.
+  /// *sum += count + *counter; without the counter where that is null.
+  virtual void add_tokens(std::int64_t* sum, std::int64_t count, const std::int64_t* counter,
+                          StreamRef stream) = 0;
+
+  /// Zeroes the statistics, and sets in them what is for agreement between ranks and the tokens, of which a
+  /// new count begins.
   virtual void open_statistics(const StepMemory& memory, std::int64_t options_hash, StreamRef stream) = 0;
 
   /// Adds the squares of all owned gradients, exactly, and marks params with a non-finite one in their status

@@ -162,6 +162,14 @@ __global__ void open_statistics_kernel(StepMemory memory, std::int64_t options_h
   for (int k = 0; k < kSumLimbs; ++k) statistics.square_sum[k] = 0;
   statistics.nonfinite_runs = 0;
   statistics.options_hash = agreement_hash(options_hash, memory.state->taken);
+  statistics.tokens = *memory.tokens;
+  *memory.tokens = 0;
+}
+
+__global__ void add_tokens_kernel(std::int64_t* sum, std::int64_t count, const std::int64_t* counter) {
+  release_next_launch();
+  wait_for_former_launches();
+  *sum += count + (counter != nullptr ? *counter : 0);
 }
 
 __global__ void decide_kernel(StepMemory memory, StepOptions options) {
@@ -329,6 +337,11 @@ class CudaStepKernels final : public StepKernels {
 
   void open_statistics(const StepMemory& memory, std::int64_t options_hash, StreamRef stream) override {
     launch(1, 1, stream, open_statistics_kernel, memory, options_hash);
+  }
+
+  void add_tokens(std::int64_t* sum, std::int64_t count, const std::int64_t* counter,
+                  StreamRef stream) override {
+    launch(1, 1, stream, add_tokens_kernel, sum, count, counter);
   }
 
   void grad_stats(StepStatistics& statistics, StreamRef stream) override {

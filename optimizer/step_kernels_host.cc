@@ -4,6 +4,7 @@
 #include <array>
 #include <atomic>
 #include <cstring>
+#include <utility>
 
 #include "mxopt/optimizer/exact_sum.h"
 #include "mxopt/optimizer/scale_chunks.h"
@@ -323,6 +324,11 @@ class HostStepKernels final : public StepKernels {
   void open_statistics(const StepMemory& memory, std::int64_t options_hash, StreamRef) override {
     *memory.statistics = StepStatistics{};
     memory.statistics->options_hash = agreement_hash(options_hash, memory.state->taken);
+    memory.statistics->tokens = std::exchange(*memory.tokens, 0);
+  }
+
+  void add_tokens(std::int64_t* sum, std::int64_t count, const std::int64_t* counter, StreamRef) override {
+    *sum += count + (counter != nullptr ? *counter : 0);
   }
 
   void decide(const StepMemory& memory, const StepOptions& options, StreamRef) override {

@@ -37,9 +37,13 @@ struct StepRecord {
   float clip_factor = 1;  // what clipping multiplied the gradients by; 1 on a skipped step
   double loss_scale = 1;  // used for this step's gradients
   double next_loss_scale = 1;
+  std::int64_t tokens = 0;                             // of all ranks, with optimizer.grad_reduce tokens
   double lr = 0;                                       // of the schedule, before group multipliers
   std::vector<std::string> nonfinite_gradient_params;  // names in registration order
   std::vector<std::string> nonfinite_master_params;    // whose masters became NaN or infinite in BF16
+  /// This rank's params with a NaN or infinity in a gradient before the reduction, in registration order;
+  /// with optimizer.check_grads. A param that only nonfinite_gradient_params has became so in the reduction.
+  std::vector<std::string> local_nonfinite_params;
   int launches = 0;  // kernel launches (host: parallel regions) of this rank's step
   PhaseTimes ms;     // this rank's
 };

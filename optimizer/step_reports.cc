@@ -78,12 +78,17 @@ void StepReports::make_room() {
 }
 
 StepReport StepReports::add(StepRecord record, const StepOutcome* outcome,
-                            std::span<const std::uint8_t> status, Work last, StreamRef stream) {
-  MXOPT_CHECK_EQ(static_cast<std::int64_t>(status.size()), status_bytes_);
+                            std::span<const std::uint8_t> status, std::span<const std::uint8_t> local_status,
+                            Work last, StreamRef stream) {
+  const auto bytes = static_cast<std::int64_t>(status.size());
+  const auto local_bytes = static_cast<std::int64_t>(local_status.size());
+  MXOPT_CHECK_EQ(bytes + local_bytes, status_bytes_);
   Slot& slot = slots_[next_];
   next_ = (next_ + 1) % slots_.size();
   copy_bytes(slot.memory.data(), outcome, sizeof(StepOutcome), device_, stream);
-  copy_bytes(slot.memory.data() + sizeof(StepOutcome), status.data(), status_bytes_, device_, stream);
+  copy_bytes(slot.memory.data() + sizeof(StepOutcome), status.data(), bytes, device_, stream);
+  copy_bytes(slot.memory.data() + sizeof(StepOutcome) + bytes, local_status.data(), local_bytes, device_,
+             stream);
   slot.written.record(stream);
   slot.pending = std::make_shared<Pending>(std::move(record), slot, std::move(last), *this);
   return StepReport(slot.pending);

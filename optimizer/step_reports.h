@@ -34,11 +34,11 @@ class StepReports {
   /// sees the same steps here, in the same call.
   void make_room();
 
-  /// Enqueues the copies of `outcome` and `status`.
+  /// Enqueues the copies of `outcome`, `status` and `local_status`.
   /// last  a call whose end means that no peer is missing; it is waited for first, for the sake of its
   /// deadline.
   StepReport add(StepRecord record, const StepOutcome* outcome, std::span<const std::uint8_t> status,
-                 Work last, StreamRef stream);
+                 std::span<const std::uint8_t> local_status, Work last, StreamRef stream);
 
   /// Completes all reports; what they found is thrown when they are read.
   void settle();

@@ -33,6 +33,7 @@ StepScalars::StepScalars(int groups, std::int64_t steps, const StepState& initia
     memory_.statistics = pieces.take<StepStatistics>(base, 1);
     memory_.state = pieces.take<StepState>(base, 1);
     memory_.outcome = pieces.take<StepOutcome>(base, 1);
+    memory_.tokens = pieces.take<std::int64_t>(base, 1);
     memory_.scalars = pieces.take<AdamScalars>(base, groups);
     memory_.table.constants = constants_ = pieces.take<GroupConstants>(base, groups);
     memory_.table.weight_decay = weight_decay_ = pieces.take<float>(base, groups * steps);

@@ -33,6 +33,7 @@ struct StepOptions {
   std::int64_t hysteresis = 1;
   std::int64_t hash = 0;  // of what the user may change between steps
   int world_size = 1;
+  bool divides_by_tokens = false;
   int groups = 0;
 };
 
@@ -66,7 +67,8 @@ struct StepOutcome {
   bool options_differ = false;   // ranks were told different things
   bool is_step_missing = false;  // the table of the groups ends before this step
   StepState after;
-  double loss_scale = 1;  // used for this step's gradients
+  double loss_scale = 1;    // used for this step's gradients
+  std::int64_t tokens = 0;  // of all ranks; 0 where nobody counts them
   double grad_norm = 0;
   float clip_factor = 1;
 };
@@ -91,11 +93,15 @@ MXOPT_HD void advance(StepStatistics& reduced, const StepOptions& options, const
                                static_cast<std::uint64_t>(agreement_hash(options.hash, state.taken));
   outcome.is_step_missing = !table.has_step(state.taken + 1);
   const bool is_void = outcome.options_differ || outcome.is_step_missing;
-  const StepDecision decision = decide(reduced, state.loss_scale.scale, options.max_norm);
+  // The gradients of no tokens are zero.
+  const std::int64_t tokens = options.divides_by_tokens && reduced.tokens > 1 ? reduced.tokens : 1;
+  const double divisor = state.loss_scale.scale * static_cast<double>(tokens);
+  const StepDecision decision = decide(reduced, divisor, options.max_norm);
   outcome.taken = decision.take && !is_void;
   outcome.grad_norm = decision.grad_norm;
   outcome.clip_factor = decision.clip_factor;
   outcome.loss_scale = state.loss_scale.scale;
+  outcome.tokens = reduced.tokens;
 
   if (!is_void) {
     ++state.calls;

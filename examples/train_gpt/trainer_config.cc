@@ -128,6 +128,11 @@ void validate(const TrainerConfig& config, const mxopt::ConfigSchema& schema) {
   if (config.library.optimizer.grad_dtype != mxopt::DType::kFp32) {
     problems.at("optimizer.grad_dtype") << "is bf16; allowed in train_gpt: fp32, in which it accumulates";
   }
+  if (config.library.optimizer.grad_reduce != mxopt::GradReduce::kAverage) {
+    problems.at("optimizer.grad_reduce")
+        << "is not average; allowed in train_gpt: average, as all its micro-batches have the same number of "
+           "tokens";
+  }
   if (config.library.parallel.device == mxopt::DeviceChoice::kCuda && !has_cuda_tensors()) {
     problems.at("parallel.device") << "is cuda; allowed in this train_gpt: host and auto, which is the host, "
                                       "as it was built without CUDA or "

@@ -156,6 +156,23 @@ void all_gather_puts_each_shard_in_its_range(Communicator& comm) {
   });
 }
 
+void all_to_all_exchanges_the_shards(Communicator& comm) {
+  for_every_type([&]<class T>(T) {
+    for (std::int64_t elems : kConformanceSizes) {
+      Guarded<T> input(elems * comm.size());
+      Guarded<T> output(elems * comm.size());
+      for (std::int64_t i = 0; i < elems * comm.size(); ++i) input[i] = exact_input<T>(4, comm.rank(), i);
+      comm.all_to_all(output.all(), std::span<const T>(input.all()), Traffic::kGradient).wait();
+      for (std::int64_t i = 0; i < elems * comm.size(); ++i) {
+        const auto from = static_cast<int>(i / elems);
+        ASSERT_EQ(output[i], exact_input<T>(4, from, comm.rank() * elems + i % elems))
+            << "element " << i << " of " << elems << " * " << comm.size();
+        ASSERT_EQ(input[i], exact_input<T>(4, comm.rank(), i));
+      }
+    }
+  });
+}
+
 void in_place_calls_use_the_ranks_own_offset(Communicator& comm) {
   constexpr std::int64_t kElems = 96;
   Guarded<std::uint8_t> plane(kElems * comm.size());
@@ -370,7 +387,7 @@ void random_programs_give_exact_results(Communicator& comm) {
     pending.erase(pending.begin() + at);
   };
   for (std::uint64_t step = 0; step < 120; ++step) {
-    const auto kind = random() % 5;
+    const auto kind = random() % 6;
     const auto elems = static_cast<std::int64_t>(random() % 600);
     const bool in_place = random() % 2 == 0;
     const int size = comm.size();
@@ -406,6 +423,18 @@ void random_programs_give_exact_results(Communicator& comm) {
         check = [=] {
           for (std::int64_t i = 0; i < elems * size; ++i) {
             ASSERT_EQ((*whole)[i], exact_input<T>(step, root, i)) << "step " << step;
+          }
+        };
+      } else if (kind == 3) {
+        auto from = std::make_shared<Guarded<T>>(elems * size);
+        for (std::int64_t i = 0; i < elems * size; ++i) (*from)[i] = exact_input<T>(step, comm.rank(), i);
+        work = comm.all_to_all(whole->all(), std::span<const T>(from->all()), Traffic::kGradient);
+        const int rank = comm.rank();
+        check = [=] {
+          for (std::int64_t i = 0; i < elems * size; ++i) {
+            const auto sender = static_cast<int>(i / elems);
+            ASSERT_EQ((*whole)[i], exact_input<T>(step, sender, rank * elems + i % elems)) << "step " << step;
+            ASSERT_EQ((*from)[i], exact_input<T>(step, rank, i)) << "step " << step;
           }
         };
       } else {
@@ -446,6 +475,7 @@ const std::vector<ConformanceCase>& communicator_conformance() {
       {"AllReduceGivesEveryRankTheExactResult", all_reduce_gives_every_rank_the_exact_result},
       {"ReduceScatterGivesEachRankItsPart", reduce_scatter_gives_each_rank_its_part},
       {"AllGatherPutsEachShardInItsRange", all_gather_puts_each_shard_in_its_range},
+      {"AllToAllExchangesTheShards", all_to_all_exchanges_the_shards},
       {"InPlaceCallsUseTheRanksOwnOffset", in_place_calls_use_the_ranks_own_offset},
       {"BroadcastComesFromAnyRoot", broadcast_comes_from_any_root},
       {"AverageDividesTheSumOnce", average_divides_the_sum_once},

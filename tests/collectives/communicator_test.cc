@@ -92,8 +92,9 @@ TEST(Communicator, RefusesNullPointersUnlessEmpty) {
     comm.all_reduce(empty, ReduceOp::kSum, Traffic::kGradient).wait();
     comm.reduce_scatter(empty, empty, ReduceOp::kAvg, Traffic::kGradient).wait();
     comm.all_gather(empty, empty, Traffic::kPlanes).wait();
+    comm.all_to_all(empty, empty, Traffic::kGradient).wait();
     comm.broadcast(empty, 2, Traffic::kControl).wait();
-    EXPECT_EQ(comm.health().calls, 4);
+    EXPECT_EQ(comm.health().calls, 5);
   });
 }
 
@@ -116,6 +117,24 @@ TEST(Communicator, RefusesShardsThatOverlapAnythingButTheirRange) {
                          comm.reduce_scatter(all.subspan(5, 4), all, ReduceOp::kSum, Traffic::kGradient);
                        }),
                        "reduce_scatter: shard of rank 1 overlaps input but is not its range [4, 8)"));
+}
+
+TEST(Communicator, RefusesExchangesThatDoNotFit) {
+  std::vector<float> memory(64);
+  const auto span = [&](std::int64_t begin, std::int64_t elems) {
+    return TypedSpan(memory.data() + begin, DType::kFp32, elems);
+  };
+  const auto message = [&](TypedSpan output, TypedSpan input) {
+    return refused([&](Communicator& comm) { comm.all_to_all(output, input, Traffic::kGradient); });
+  };
+  EXPECT_TRUE(
+      contains(message(span(0, 12), span(16, 9)),
+               "all_to_all: input has 9 elements, output has 12; expected the same multiple of 3 ranks"));
+  EXPECT_TRUE(contains(message(span(0, 10), span(16, 10)), "expected the same multiple of 3 ranks"));
+  EXPECT_TRUE(contains(message(span(0, 12), span(11, 12)), "all_to_all: input overlaps output"));
+  EXPECT_TRUE(contains(message(span(0, 12), span(0, 12)), "all_to_all: input overlaps output"));
+  EXPECT_TRUE(contains(message({memory.data(), DType::kBf16, 12}, span(16, 12)),
+                       "all_to_all: input is fp32, output is bf16"));
 }
 
 TEST(Communicator, RefusesRootsAndColorsThatDoNotExist) {

@@ -90,6 +90,8 @@ TEST_F(ConfigFile, EmptyMapGivesTheDefaults) {
   EXPECT_FALSE(config.optimizer.decay_1d);
   EXPECT_EQ(config.optimizer.clip_grad, 1.0);
   EXPECT_EQ(config.optimizer.grad_dtype, DType::kFp32);
+  EXPECT_EQ(config.optimizer.grad_reduce, GradReduce::kAverage);
+  EXPECT_FALSE(config.optimizer.check_grads);
   EXPECT_EQ(config.optimizer.state_dtype, DType::kFp32);
   EXPECT_EQ(config.optimizer.bucket_elems, 0);
   EXPECT_EQ(config.optimizer.max_consecutive_skips, 100);
@@ -117,6 +119,7 @@ TEST_F(ConfigFile, EmptyMapGivesTheDefaults) {
   EXPECT_EQ(config.parallel.timeout_s, 100);
   EXPECT_EQ(config.parallel.init_timeout_s, 300);
   EXPECT_EQ(config.parallel.gather_format, GatherFormat::kQuantized);
+  EXPECT_EQ(config.parallel.grad_reduction, GradReduction::kNative);
   EXPECT_EQ(config.parallel.world_size, 0);
   EXPECT_TRUE(problems(config).empty());
 }
@@ -132,6 +135,8 @@ optimizer:
   decay_1d: true
   clip_grad: 0.5
   grad_dtype: bf16
+  grad_reduce: tokens
+  check_grads: true
   state_dtype: fp32
   bucket_elems: 4e6
   max_consecutive_skips: 0
@@ -175,6 +180,7 @@ parallel:
   timeout_s: 7.5
   init_timeout_s: 60
   gather_format: bf16
+  grad_reduction: exchange
   world_size: 4
 )";
 
@@ -188,6 +194,8 @@ TEST_F(ConfigFile, EveryKeyReachesItsField) {
   EXPECT_TRUE(config.optimizer.decay_1d);
   EXPECT_EQ(config.optimizer.clip_grad, 0.5);
   EXPECT_EQ(config.optimizer.grad_dtype, DType::kBf16);
+  EXPECT_EQ(config.optimizer.grad_reduce, GradReduce::kTokens);
+  EXPECT_TRUE(config.optimizer.check_grads);
   EXPECT_EQ(config.optimizer.bucket_elems, 4'000'000);
   EXPECT_EQ(config.optimizer.max_consecutive_skips, 0);
   EXPECT_EQ(config.optimizer.loss_scale.kind, LossScaleKind::kDynamic);
@@ -230,6 +238,7 @@ TEST_F(ConfigFile, EveryKeyReachesItsField) {
   EXPECT_EQ(config.parallel.timeout_s, 7.5);
   EXPECT_EQ(config.parallel.init_timeout_s, 60);
   EXPECT_EQ(config.parallel.gather_format, GatherFormat::kBf16);
+  EXPECT_EQ(config.parallel.grad_reduction, GradReduction::kExchange);
   EXPECT_EQ(config.parallel.world_size, 4);
   EXPECT_TRUE(problems(config).empty());
 }
@@ -243,7 +252,7 @@ TEST_F(ConfigFile, WhatItPrintsLoadsBack) {
   EXPECT_TRUE(contains(printed, "\n  lr: 0.002  # --set\n"));
   EXPECT_TRUE(contains(printed, "\n  eps: 1e-06  # run.yaml:6:8\n"));
   EXPECT_TRUE(contains(printed,
-                       "\n    - match: \"embed*\"  # run.yaml:24:14\n      ndim: 0  # default\n"
+                       "\n    - match: \"embed*\"  # run.yaml:26:14\n      ndim: 0  # default\n"
                        "      name: \"embed*\"  # default\n      lr: inherit  # default\n"));
 
   Config again;
@@ -273,6 +282,8 @@ TEST_F(ConfigFile, EveryKeyRefusesABadValue) {
       {"optimizer.decay_1d", "1"},
       {"optimizer.clip_grad", "-1"},
       {"optimizer.grad_dtype", "fp16"},
+      {"optimizer.grad_reduce", "mean"},
+      {"optimizer.check_grads", "1"},
       {"optimizer.state_dtype", "bf16"},
       {"optimizer.bucket_elems", "127"},
       {"optimizer.max_consecutive_skips", "-1"},
@@ -311,6 +322,7 @@ TEST_F(ConfigFile, EveryKeyRefusesABadValue) {
       {"parallel.init_timeout_s", "2e6"},
       {"parallel.gather", "nvlink"},
       {"parallel.gather_format", "fp32"},
+      {"parallel.grad_reduction", "auto"},
       {"parallel.world_size", "-1"},
   };
   for (const std::string& key : all_keys()) {
@@ -368,7 +380,8 @@ TEST_F(ConfigFile, BadConfigurationsPrintExactlyThis) {
       {"optimizer:\n  - lr: 1\n",
        "run.yaml:2:3: `optimizer` is a list; allowed: a map with the keys kind, lr, betas, eps, "
        "weight_decay, decay_1d, clip_grad, "
-       "grad_dtype, state_dtype, bucket_elems, max_consecutive_skips, loss_scale, groups"},
+       "grad_dtype, grad_reduce, check_grads, state_dtype, bucket_elems, max_consecutive_skips, loss_scale, "
+       "groups"},
       {"optimizer:\n  loss_scale: dynamic\n",
        "run.yaml:2:15: `optimizer.loss_scale` is dynamic; allowed: a map with the keys kind, initial, min, "
        "growth_interval, hysteresis"},

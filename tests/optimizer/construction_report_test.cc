@@ -18,7 +18,7 @@ using test::run_ranks;
 TEST(ConstructionReport, CountsParamsOnceAndNamesEveryFallback) {
   SelfCommunicator comm;
   const Layout layout(mixed_specs(), {});
-  const ConstructionReport report = make_report(layout, comm, DType::kFp32);
+  const ConstructionReport report = make_report(layout, comm, OptimizerConfig());
   std::int64_t elems = 0;
   for (const ParamLayout& param : layout.params()) elems += param.tied_to < 0 ? param.elems() : 0;
   EXPECT_EQ(report.params, 15);
@@ -36,8 +36,10 @@ TEST(ConstructionReport, CountsParamsOnceAndNamesEveryFallback) {
 TEST(ConstructionReport, BytesAreThoseOfTheLayoutAndTheGradientType) {
   SelfCommunicator comm;
   const Layout layout(mixed_specs(), {.world_size = 1});
-  const ConstructionReport fp32 = make_report(layout, comm, DType::kFp32);
-  const ConstructionReport bf16 = make_report(layout, comm, DType::kBf16);
+  OptimizerConfig optimizer;
+  const ConstructionReport fp32 = make_report(layout, comm, optimizer);
+  optimizer.grad_dtype = DType::kBf16;
+  const ConstructionReport bf16 = make_report(layout, comm, optimizer);
   EXPECT_EQ(fp32.bytes.gradients, 2 * bf16.bytes.gradients);
   EXPECT_EQ(fp32.bytes.total() - bf16.bytes.total(), bf16.bytes.gradients);
 }
@@ -54,9 +56,10 @@ TEST(ConstructionReport, TextHasAllOfItWithoutANewlineAtTheEnd) {
     EXPECT_GT(report.cut.cut_bands, 0);
     const std::string text = report.text();
     for (const char* part :
-         {"threads, rank", "of 3; 15 params, ", " buckets, layout digest ", "memory of this rank: ",
-          "row planes ", "column planes ", "scales ", "bf16 and fp32 params ", "gradients ", "master shards ",
-          "moments ", "gather staging ", "cut bands: ", "% of the column-plane elements (worst rank ",
+         {"threads, rank", "of 3; 15 params, ", " buckets, layout digest ",
+          "memory of this rank: ", "row planes ", "column planes ", "scales ", "bf16 and fp32 params ",
+          "gradients ", "master shards ", "moments ", "gather staging ", "gradient staging ",
+          "cut bands: ", "% of the column-plane elements (worst rank ",
           "gradients are divided by 3 in the reduction", "\nkept in bf16: param 'attn.bias' (shape 5): "}) {
       EXPECT_TRUE(contains(text, part));
     }

@@ -58,6 +58,18 @@ TEST_F(CudaTwin, SmallBucketsAndNanInPaddingChangeNothing) {
   }
 }
 
+TEST_F(CudaTwin, ExchangedAndCheckedGradientsGiveTheFactsOfTheHost) {
+  for (test::NamedScenario named : test::invariance_scenarios()) {
+    const test::Facts expected = run_world(1, named.scenario);
+    named.scenario.config.optimizer.check_grads = true;
+    named.scenario.config.parallel.grad_reduction = GradReduction::kExchange;
+    for (const int size : {1, 2, 3, 7}) {
+      SCOPED_TRACE(std::string(named.name) + ", W " + std::to_string(size));
+      EXPECT_TRUE(same_facts(expected, run_world(size, named.scenario, {}, kCuda)));
+    }
+  }
+}
+
 /// A few steps of one list of params, on the host with one rank against the device with several.
 void expect_twin(std::vector<ParamSpec> specs, std::initializer_list<int> sizes, DType grad_dtype) {
   Scenario scenario;

@@ -103,6 +103,10 @@ class NoWindows final : public Communicator {
     return inner_.all_gather({output, call.dtype, call.elems * size()}, {shard, call.dtype, call.elems},
                              call.traffic, call.stream);
   }
+  Work do_all_to_all(const Call& call, void* output, const void* input) override {
+    return inner_.all_to_all({output, call.dtype, call.elems * size()},
+                             {input, call.dtype, call.elems * size()}, call.traffic, call.stream);
+  }
   Work do_broadcast(const Call& call, void* buffer) override {
     return inner_.broadcast({buffer, call.dtype, call.elems}, call.root, call.traffic, call.stream);
   }

@@ -1,11 +1,13 @@
 #include "mxopt/optimizer/grad_sync.h"
 
 #include <algorithm>
+#include <limits>
 #include <string>
 #include <vector>
 
 #include <gtest/gtest.h>
 
+#include "support/inexact_gradients.h"
 #include "support/optimizer_fixture.h"
 #include "support/thrown_message.h"
 
@@ -22,11 +24,11 @@ using test::thrown_message;
 /// Gradients of one rank: a bucket for every param unless `bucket_elems` says otherwise.
 struct Rank {
   Rank(std::vector<ParamSpec> specs, Communicator& comm, std::int64_t bucket_elems = 128,
-       DType dtype = DType::kFp32)
+       DType dtype = DType::kFp32, const GradSyncOptions& options = {})
       : layout(std::move(specs), {.world_size = comm.size(), .bucket_elems = bucket_elems}),
         storage(layout, dtype, 1, Device(), default_allocator(Device())),
         traced(comm),
-        sync(layout, storage, traced) {
+        sync(layout, storage, traced, options) {
     traced.record_signatures();
   }
 
@@ -125,6 +127,72 @@ TEST(GradSync, AMeanIsTakenExactlyOnce) {
       }
     });
   }
+}
+
+TEST(GradSync, ExchangedPiecesGiveTheBitsOfTheHostTransports) {
+  const std::vector<std::string> names = {"first", "second", "third"};
+  for (const DType dtype : {DType::kFp32, DType::kBf16}) {
+    for (const ReduceOp op : {ReduceOp::kSum, ReduceOp::kAvg}) {
+      for (const int size : {1, 2, 3, 4, 7}) {
+        SCOPED_TRACE("W " + std::to_string(size));
+        run_ranks(size, [&](Communicator& comm) {
+          Rank native(three_params(), comm, 128, dtype, {.op = op});
+          Rank exchanging(three_params(), comm, 128, dtype, {.op = op, .exchanges = true});
+          EXPECT_EQ(native.sync.staging_bytes(), 0);
+          const std::int64_t largest = exchanging.layout.bucket(0).elems;  // "third"
+          EXPECT_EQ(exchanging.sync.staging_bytes(), size == 1 ? 0 : largest * dtype_bytes(dtype));
+          for (int step = 0; step < 2; ++step) {
+            for (Rank* rank : {&native, &exchanging}) {
+              for (const std::string& name : names) {
+                const TypedSpan grad = rank->grad(name);
+                test::write_values(grad, test::inexact_grad(name, grad.elems, step, comm.rank()));
+                rank->ready(name);
+              }
+              rank->sync.finish(StreamRef());
+            }
+            for (const std::string& name : names) {
+              EXPECT_TRUE(test::bits_equal(native.owned(name), exchanging.owned(name))) << name;
+            }
+            for (Rank* rank : {&native, &exchanging}) rank->sync.reset(StreamRef());
+          }
+          const std::string_view operation = size == 1 ? "reduce_scatter" : "all_to_all";
+          EXPECT_EQ(exchanging.traced.counts(Traffic::kGradient, operation).operations, 6);
+          EXPECT_EQ(exchanging.sent(), 6);
+        });
+      }
+    }
+  }
+}
+
+TEST(GradSync, LooksAtThisRanksGradientsBeforeTheyAreSent) {
+  const std::vector<std::string> names = {"first", "second", "third"};
+  for (const std::int64_t bucket_elems : {128, 1 << 20}) {
+    for (const DType dtype : {DType::kFp32, DType::kBf16}) {
+      run_ranks(3, [&](Communicator& comm) {
+        Rank rank(three_params(), comm, bucket_elems, dtype, {.checks = true});
+        for (int step = 0; step < 4; ++step) {
+          // Rank 0 has no bad value, the others one each; in the last step nobody has.
+          const int bad = step == 3 ? 3 : (comm.rank() - 1 + step) % 3;
+          for (int p = 0; p < 3; ++p) {
+            rank.fill(names[static_cast<std::size_t>(p)], 1);
+            if (comm.rank() == 0 || p != bad) continue;
+            const float value[] = {std::numeric_limits<float>::quiet_NaN()};
+            test::write_values(rank.grad(names[static_cast<std::size_t>(p)]).sub(411, 1), value);
+          }
+          for (const std::string& name : names) rank.ready(name);
+          rank.sync.finish(StreamRef());
+          ASSERT_EQ(rank.sync.local_status().size(), 3u);
+          for (std::size_t i = 0; i < 3; ++i) {
+            const int param = rank.sync.checked_params()[i];
+            EXPECT_EQ(rank.sync.local_status()[i], comm.rank() != 0 && param == bad ? 1 : 0);
+          }
+          rank.sync.reset(StreamRef());
+        }
+      });
+    }
+  }
+  SelfCommunicator comm;
+  EXPECT_TRUE(Rank(three_params(), comm).sync.local_status().empty());
 }
 
 TEST(GradSync, ResetZeroesWhatAccumulates) {

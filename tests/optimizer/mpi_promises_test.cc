@@ -28,6 +28,38 @@ using test::StepContext;
 
 constexpr double kTimeoutS = 60;
 
+// MPI moves bytes only while it is called: the calls of grad_ready() have to be enough.
+TEST(MpiPromises, ReductionsGoOnWhileTheBackwardPassRuns) {
+  constexpr std::int64_t kElems = 1 << 19;
+  constexpr int kSmallParams = 400;
+  const auto comm = MpiCommunicator::dup(MPI_COMM_WORLD, kTimeoutS);
+  std::vector<ParamSpec> specs;
+  for (int i = 0; i < kSmallParams; ++i) {
+    specs.push_back(test::spec("small" + std::to_string(i), {8}, ParamFormat::kFp32));
+  }
+  specs.push_back(test::spec("large", {kElems}, ParamFormat::kFp32));
+  Config config;
+  config.optimizer.bucket_elems = 1 << 17;  // "large" is alone, and first in the backward pass
+  DistributedAdam opt(specs, config, *comm);
+  test::set_all_initial(opt, specs);
+  opt.publish();
+
+  opt.begin_backward();
+  const std::span<float> grad = opt.grad("large").data.as<float>();
+  std::ranges::fill(grad, static_cast<float>(comm->rank()));
+  opt.grad_ready("large");
+  for (int i = kSmallParams - 1; i > 0; --i) {  // the last one is left to step()
+    std::this_thread::sleep_for(std::chrono::milliseconds(1));
+    opt.grad_ready("small" + std::to_string(i));
+  }
+  const OwnedSlice slice = opt.owned("large");
+  const float mean = static_cast<float>(comm->size() - 1) / 2;
+  for (std::size_t i = 0; i < slice.master.size(); ++i) {
+    ASSERT_EQ(grad[static_cast<std::size_t>(slice.param_begin) + i], mean) << "element " << i;
+  }
+  EXPECT_TRUE(opt.step()->taken);
+}
+
 TEST(MpiPromises, EqualReducedGradientsGiveTheBitsOfOneProcess) {
   for (const auto& [name, scenario] : invariance_scenarios()) {
     SelfCommunicator self;

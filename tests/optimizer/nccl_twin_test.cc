@@ -19,6 +19,7 @@
 #include "support/captured_scenario.h"
 #include "support/devices.h"
 #include "support/host_over_device.h"
+#include "support/inexact_gradients.h"
 #include "support/optimizer_fixture.h"
 #include "support/run_mpi_tests.h"
 
@@ -92,17 +93,37 @@ TEST_F(NcclTwin, TwentyStepsGiveTheFactsOfOneRankOnTheHost) {
   }
 }
 
+TEST_F(NcclTwin, ExchangedGradientsGiveTheBitsOfTheHostTransports) {
+  const auto nccl = all_ranks(*host_, device_);
+  for (const DType dtype : {DType::kFp32, DType::kBf16}) {
+    for (const GradReduce reduce : {GradReduce::kAverage, GradReduce::kSum}) {
+      test::Scenario scenario;
+      scenario.config.optimizer.grad_dtype = dtype;
+      scenario.config.optimizer.grad_reduce = reduce;
+      scenario.config.optimizer.bucket_elems = 3000;
+      const test::Facts expected = test::run_inexact(*host_, scenario);
+      scenario.config.optimizer.check_grads = true;
+      scenario.config.parallel.grad_reduction = GradReduction::kExchange;
+      EXPECT_TRUE(test::same_facts(expected, test::run_inexact(*host_, scenario, device_, nccl.get())));
+    }
+  }
+}
+
 TEST_F(NcclTwin, ReplaysOfACapturedStepGiveTheFactsOfOneRankOnTheHost) {
-  const test::Scenario scenario = test::for_replays({});
+  test::Scenario scenario = test::for_replays({});
   SelfCommunicator self;
   const test::Facts expected = test::run_scenario(self, scenario);
   const auto nccl = all_ranks(*host_, device_);
   const auto side = host_->split(0, host_->rank());
-  const Stream stream(device_);
-  DistributedAdam opt(scenario.specs, scenario.config, *nccl, device_);
-  EXPECT_TRUE(
-      test::same_facts(expected, test::run_captured_scenario(opt, *side, scenario, host_->rank(),
-                                                             host_->size(), {device_, stream.ref()})));
+  for (const GradReduction reduction : {GradReduction::kNative, GradReduction::kExchange}) {
+    scenario.config.parallel.grad_reduction = reduction;
+    scenario.config.optimizer.check_grads = reduction == GradReduction::kExchange;
+    const Stream stream(device_);
+    DistributedAdam opt(scenario.specs, scenario.config, *nccl, device_);
+    EXPECT_TRUE(
+        test::same_facts(expected, test::run_captured_scenario(opt, *side, scenario, host_->rank(),
+                                                               host_->size(), {device_, stream.ref()})));
+  }
 }
 
 // Here each rank is a host of its own for NCCL.

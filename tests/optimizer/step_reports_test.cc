@@ -44,7 +44,7 @@ class StepReportsOf : public ::testing::TestWithParam<DeviceKind> {
     StepRecord record;
     record.calls = 5;
     return reports_->add(std::move(record), reinterpret_cast<const StepOutcome*>(outcomes_.back()->data()),
-                         status_.span(), Work(), StreamRef());
+                         status_.span().first(2), status_.span().last(1), Work(), StreamRef());
   }
   int depth() const { return StepReports::depth_of(device()); }
 

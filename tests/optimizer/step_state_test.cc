@@ -73,6 +73,24 @@ TEST(StepState, ATakenStepSetsTheScalarsOfEveryGroup) {
   EXPECT_EQ(step.scalars[1].weight_decay, 0.0f);
 }
 
+TEST(StepState, GradientsAreDividedByTheTokensOfAllRanksWhereThatIsAskedFor) {
+  for (const std::int64_t tokens : {0, 1, 8}) {
+    for (const bool divides : {false, true}) {
+      Step step;
+      step.statistics.tokens = tokens;
+      step.options.divides_by_tokens = divides;
+      step.options.max_norm = 0;
+      step.state.loss_scale = {512, 2, 0};
+      step.run();
+      const double divisor = 512.0 * (divides && tokens == 8 ? 8 : 1);
+      EXPECT_EQ(step.outcome.tokens, tokens);
+      EXPECT_EQ(step.outcome.grad_norm, 2 / divisor);
+      EXPECT_EQ(step.scalars[0].grad_factor, static_cast<float>(1 / divisor));
+      EXPECT_EQ(step.outcome.loss_scale, 512);
+    }
+  }
+}
+
 TEST(StepState, StepsBehindTheTableHaveTheLastRateAndWeightDecay) {
   Step step;
   step.state.taken = 5;

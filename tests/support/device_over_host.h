@@ -53,6 +53,13 @@ class DeviceOverHost final : public Communicator {
     whole.store(output);
     return done(call);
   }
+  Work do_all_to_all(const Call& call, void* output, const void* input) override {
+    const Copy from(*this, call, input, call.elems * size());
+    Copy to(*this, call, output, call.elems * size());
+    host_.all_to_all(to.span(), from.span(), call.traffic).wait();
+    to.store(output);
+    return done(call);
+  }
   Work do_broadcast(const Call& call, void* buffer) override {
     Copy copy(*this, call, buffer, call.elems);
     host_.broadcast(copy.span(), call.root, call.traffic).wait();

@@ -85,6 +85,11 @@ class FaultyCommunicator final : public Communicator {
     const ConstTypedSpan part(shard, call.dtype, call.elems);
     return forward(call, whole, [&] { return inner_.all_gather(whole, part, call.traffic, call.stream); });
   }
+  Work do_all_to_all(const Call& call, void* output, const void* input) override {
+    const TypedSpan whole(output, call.dtype, call.elems * size());
+    const ConstTypedSpan from(input, call.dtype, call.elems * size());
+    return forward(call, whole, [&] { return inner_.all_to_all(whole, from, call.traffic, call.stream); });
+  }
   Work do_broadcast(const Call& call, void* buffer) override {
     const TypedSpan span(buffer, call.dtype, call.elems);
     return forward(call, span, [&] { return inner_.broadcast(span, call.root, call.traffic, call.stream); });

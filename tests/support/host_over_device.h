@@ -112,6 +112,15 @@ class HostOverDevice final : public Communicator {
                                      arena_->stream()),
                   whole, whole_data);
   }
+  Work do_all_to_all(const Call& call, void* output, const void* input) override {
+    const TypedSpan to(output, call.dtype, call.elems * size());
+    const TypedSpan from(const_cast<void*>(input), call.dtype, call.elems * size());
+    std::uint8_t* const to_data = arena_->upload(to);
+    std::uint8_t* const from_data = arena_->upload(from);
+    return staged(inner_->all_to_all(on_device(to, to_data), on_device(from, from_data), call.traffic,
+                                     arena_->stream()),
+                  to, to_data);
+  }
   Work do_broadcast(const Call& call, void* buffer) override {
     const TypedSpan host(buffer, call.dtype, call.elems);
     std::uint8_t* const data = arena_->upload(host);
