@@ -37,20 +37,13 @@ struct SegmentRow {
   const void* grad = nullptr;
   std::uint8_t* status = nullptr;  // one byte
   int group = 0;
+  int norm = 0;   // that its gradients are in: 0 the common one, i: separate norm i - 1, -1: none
+  int param = 0;  // its number
 };
 
 struct StepTables {
   std::vector<SegmentRow> segments;
   DType grad_dtype = DType::kFp32;
-};
-
-/// Where a step's scalars live: all in the memory of the kernels' device.
-struct StepMemory {
-  StepStatistics* statistics = nullptr;
-  StepState* state = nullptr;
-  StepOutcome* outcome = nullptr;
-  AdamScalars* scalars = nullptr;  // [groups]
-  GroupTable table;
 };
 
 /// Passes of one rank. Pointers in the tables stay valid for the object's life; nothing is allocated after
@@ -68,9 +61,9 @@ class StepKernels {
   /// Zeroes the statistics, and sets in them what is for agreement between ranks.
   virtual void open_statistics(const StepMemory& memory, std::int64_t options_hash, StreamRef stream) = 0;
 
-  /// Adds the squares of all owned gradients, exactly, and marks params with a non-finite one in their status
-  /// byte.
-  virtual void grad_stats(StepStatistics& statistics, StreamRef stream) = 0;
+  /// Adds the squares of all owned gradients, exactly, each to the norm of its segment, and marks params with
+  /// a non-finite one in their status byte. What `statistics` wants beside that, it gets in the same pass.
+  virtual void grad_stats(const StatisticsMemory& statistics, StreamRef stream) = 0;
 
   /// advance() on reduced statistics.
   virtual void decide(const StepMemory& memory, const StepOptions& options, StreamRef stream) = 0;

@@ -89,6 +89,9 @@ TEST_F(ConfigFile, EmptyMapGivesTheDefaults) {
   EXPECT_EQ(config.optimizer.weight_decay, 0.1);
   EXPECT_FALSE(config.optimizer.decay_1d);
   EXPECT_EQ(config.optimizer.clip_grad, 1.0);
+  EXPECT_EQ(config.optimizer.skip_norm, 0);
+  EXPECT_FALSE(config.optimizer.param_norms);
+  EXPECT_FALSE(config.optimizer.count_zeros);
   EXPECT_EQ(config.optimizer.grad_dtype, DType::kFp32);
   EXPECT_EQ(config.optimizer.state_dtype, DType::kFp32);
   EXPECT_EQ(config.optimizer.bucket_elems, 0);
@@ -131,6 +134,9 @@ optimizer:
   weight_decay: 0
   decay_1d: true
   clip_grad: 0.5
+  skip_norm: 80
+  param_norms: true
+  count_zeros: true
   grad_dtype: bf16
   state_dtype: fp32
   bucket_elems: 4e6
@@ -154,6 +160,8 @@ optimizer:
       weight_decay: 0.01
       betas: [0.7, 0.9]
       eps: 1e-7
+      norm_group: heads
+      clip_grad: 0.25
 precision:
   weights: bf16
   storage: row
@@ -187,6 +195,9 @@ TEST_F(ConfigFile, EveryKeyReachesItsField) {
   EXPECT_EQ(config.optimizer.weight_decay, 0);
   EXPECT_TRUE(config.optimizer.decay_1d);
   EXPECT_EQ(config.optimizer.clip_grad, 0.5);
+  EXPECT_EQ(config.optimizer.skip_norm, 80);
+  EXPECT_TRUE(config.optimizer.param_norms);
+  EXPECT_TRUE(config.optimizer.count_zeros);
   EXPECT_EQ(config.optimizer.grad_dtype, DType::kBf16);
   EXPECT_EQ(config.optimizer.bucket_elems, 4'000'000);
   EXPECT_EQ(config.optimizer.max_consecutive_skips, 0);
@@ -212,6 +223,8 @@ TEST_F(ConfigFile, EveryKeyReachesItsField) {
   EXPECT_EQ(head.weight_decay, 0.01);
   EXPECT_EQ(head.betas, (std::array<double, 2>{0.7, 0.9}));
   EXPECT_EQ(head.eps, 1e-7);
+  EXPECT_EQ(head.norm_group, "heads");
+  EXPECT_EQ(head.clip_grad, 0.25);
   EXPECT_EQ(config.precision.weights, ParamFormat::kBf16);
   EXPECT_EQ(config.precision.storage, StorageChoice::kRow);
   EXPECT_EQ(config.precision.backward_override, BackwardOverride::kDequantized);
@@ -243,7 +256,7 @@ TEST_F(ConfigFile, WhatItPrintsLoadsBack) {
   EXPECT_TRUE(contains(printed, "\n  lr: 0.002  # --set\n"));
   EXPECT_TRUE(contains(printed, "\n  eps: 1e-06  # run.yaml:6:8\n"));
   EXPECT_TRUE(contains(printed,
-                       "\n    - match: \"embed*\"  # run.yaml:24:14\n      ndim: 0  # default\n"
+                       "\n    - match: \"embed*\"  # run.yaml:27:14\n      ndim: 0  # default\n"
                        "      name: \"embed*\"  # default\n      lr: inherit  # default\n"));
 
   Config again;
@@ -272,6 +285,9 @@ TEST_F(ConfigFile, EveryKeyRefusesABadValue) {
       {"optimizer.weight_decay", "-0.1"},
       {"optimizer.decay_1d", "1"},
       {"optimizer.clip_grad", "-1"},
+      {"optimizer.skip_norm", "-1"},
+      {"optimizer.param_norms", "1"},
+      {"optimizer.count_zeros", "'true'"},
       {"optimizer.grad_dtype", "fp16"},
       {"optimizer.state_dtype", "bf16"},
       {"optimizer.bucket_elems", "127"},
@@ -290,6 +306,8 @@ TEST_F(ConfigFile, EveryKeyRefusesABadValue) {
       {"optimizer.groups[].weight_decay", "-0.1"},
       {"optimizer.groups[].betas", "[0.9, 1.0]"},
       {"optimizer.groups[].eps", "'inherit'"},
+      {"optimizer.groups[].norm_group", "[a]"},
+      {"optimizer.groups[].clip_grad", "-1"},
       {"optimizer.groups[].lr_mult", "-1"},
       {"optimizer.groups[].weight_decay_mult", ".inf"},
       {"precision.weights", "nvfp4"},
@@ -366,7 +384,7 @@ TEST_F(ConfigFile, BadConfigurationsPrintExactlyThis) {
        "run.yaml:2:10: `optimizer.betas` is 0.9; allowed: list of 2 numbers in [0, 1)"},
       {"optimizer:\n  - lr: 1\n",
        "run.yaml:2:3: `optimizer` is a list; allowed: a map with the keys kind, lr, betas, eps, "
-       "weight_decay, decay_1d, clip_grad, "
+       "weight_decay, decay_1d, clip_grad, skip_norm, param_norms, count_zeros, "
        "grad_dtype, state_dtype, bucket_elems, max_consecutive_skips, loss_scale, groups"},
       {"optimizer:\n  loss_scale: dynamic\n",
        "run.yaml:2:15: `optimizer.loss_scale` is dynamic; allowed: a map with the keys kind, initial, min, "
@@ -416,6 +434,12 @@ TEST_F(ConfigFile, BadConfigurationsPrintExactlyThis) {
       {"optimizer: {loss_scale: {kind: dynamic, min: 1e6}}\n",
        "default: `optimizer.loss_scale.initial` is 65536; allowed: at least `optimizer.loss_scale.min`, "
        "1e+06"},
+      {"optimizer: {groups: [{match: a, clip_grad: 2}, {match: b, norm_group: n}, {match: c, norm_group: n, "
+       "clip_grad: 2}]}\n",
+       "run.yaml:1:44: `optimizer.groups[0].clip_grad` is 2; allowed: inherit without norm_group\n"
+       "run.yaml:1:112: `optimizer.groups[2].clip_grad` is 2; allowed: 1, as in the first group of "
+       "norm_group "
+       "'n'"},
       {"optimizer: {groups: [{match: a}, {match: a}, {match: b, name: a}, {match: c, name: default}]}\n",
        "run.yaml:1:42: `optimizer.groups[1].match` is a; allowed: a pattern of its own; an earlier group has "
        "this one and "
