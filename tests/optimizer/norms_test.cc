@@ -450,6 +450,34 @@ TEST_P(NormsOf, OtherHyperParametersOfAModelParallelRankAreAnErrorOnAllRanks) {
   for (const std::string& text : texts) EXPECT_TRUE(contains(text, "lr 0x1p-1")) << text;
 }
 
+// Without it, the tests of equal bits that use the scenario would show little.
+TEST(Norms, TheScenarioSkipsForItsNormsAndClipsEachInSomeSteps) {
+  test::Scenario scenario;
+  scenario.config = test::norms_config();
+  int bad = 0, above = 0, taken = 0, common = 0, small = 0, attention = 0;
+  std::int64_t zeros = 0;
+  test::run_world(1, scenario, [&](const test::StepContext& now) {
+    const StepRecord& record = now.record;
+    bad += record.skip_reason == SkipReason::kNonFiniteGradient ? 1 : 0;
+    above += record.skip_reason == SkipReason::kGradNorm ? 1 : 0;
+    taken += record.taken ? 1 : 0;
+    common += record.clip_factor < 1 ? 1 : 0;
+    ASSERT_EQ(record.norm_groups.size(), 2U);
+    small += record.norm_groups[0].clip_factor < 1 ? 1 : 0;
+    attention += record.norm_groups[1].clip_factor < 1 ? 1 : 0;
+    zeros += record.zero_grads;
+    EXPECT_EQ(record.param_norms.size(), 12U);
+  });
+  EXPECT_EQ(bad, 3);
+  EXPECT_GT(above, 0);
+  EXPECT_GT(taken, 8);
+  EXPECT_GT(zeros, 0);
+  for (const int clipped : {common, small, attention}) {
+    EXPECT_GT(clipped, 0);
+    EXPECT_LT(clipped, taken);
+  }
+}
+
 // ---------------------------------------------------------------------------------------------------------
 // Construction
 // ---------------------------------------------------------------------------------------------------------

@@ -552,6 +552,7 @@ inline Config norms_config() {
   optimizer.groups[0].clip_grad = optimizer.groups[1].clip_grad = 0.75;
   optimizer.groups.push_back({"attn.*", "attn"});
   optimizer.groups.back().norm_group = "attention";
+  optimizer.groups.back().clip_grad = 2;
   optimizer.skip_norm = 12.5;
   optimizer.param_norms = true;
   optimizer.count_zeros = true;
