@@ -60,16 +60,27 @@ Plan make_plan(std::vector<ParamSpec> specs, const Config& config, const Communi
   return {std::move(layout), std::move(groups), std::move(norm_of)};
 }
 
-/// Collective: throws on every rank when a group's pattern matches no param of any.
-void require_matches(const ParamGroups& groups, Communicator& model_parallel) {
-  std::vector<std::uint8_t> matched;
-  for (const ParamGroup& group : groups.groups) matched.push_back(group.is_matched ? 1 : 0);
-  all_reduce_on_host(model_parallel, std::span(matched), ReduceOp::kMax, Traffic::kControl);
-  const auto unmatched = std::ranges::find(matched, 0);
-  if (unmatched == matched.end()) return;
-  const auto at = static_cast<std::size_t>(unmatched - matched.begin());
-  throw ConfigError("optimizer.groups[" + std::to_string(at - 1) + "].match: the pattern of group '" +
-                    groups.groups[at].name + "' matches no param of any model-parallel rank");
+/// Collective: makes the groups what they are over all ranks. Throws on every rank when a group's pattern
+/// matches no param of any.
+void unite_groups(Plan& plan, Communicator& model_parallel) {
+  std::vector<ParamGroup>& groups = plan.groups.groups;
+  enum Flag : std::size_t { kMatches, kDecays, kDoesNotDecay, kFlags };
+  std::vector<std::uint8_t> flags(groups.size() * kFlags, 0);
+  for (std::size_t g = 0; g < groups.size(); ++g) {
+    const bool has_params =
+        std::ranges::find(plan.groups.group_of, static_cast<int>(g)) != plan.groups.group_of.end();
+    flags[g * kFlags + kMatches] = groups[g].is_matched ? 1 : 0;
+    flags[g * kFlags + kDecays] = has_params && groups[g].has_decay ? 1 : 0;
+    flags[g * kFlags + kDoesNotDecay] = has_params && !groups[g].has_decay ? 1 : 0;
+  }
+  all_reduce_on_host(model_parallel, std::span(flags), ReduceOp::kMax, Traffic::kControl);
+  for (std::size_t g = 0; g < groups.size(); ++g) {
+    if (flags[g * kFlags + kMatches] == 0) {
+      throw ConfigError("optimizer.groups[" + std::to_string(g - 1) + "].match: the pattern of group '" +
+                        groups[g].name + "' matches no param of any model-parallel rank");
+    }
+    groups[g].has_decay = flags[g * kFlags + kDecays] != 0 || flags[g * kFlags + kDoesNotDecay] == 0;
+  }
 }
 
 /// Collective: takes params out of the norms that a lower rank has with the same duplicate_key. Throws on
@@ -177,7 +188,7 @@ Plan make_agreed_plan(std::vector<ParamSpec> specs, const Config& config, Commun
         const LayoutField fields[] = {{"configuration", configuration_text(config)},
                                       {"data_parallel", place_in(comm)}};
         require_agreement(*model_parallel, fields);
-        require_matches(plan->groups, *model_parallel);
+        unite_groups(*plan, *model_parallel);
         count_duplicates_once(*plan, *model_parallel);
       });
     }

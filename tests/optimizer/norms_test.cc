@@ -556,6 +556,24 @@ TEST(NormsAtConstruction, APatternMatchesAParamOfSomeRank) {
       "optimizer.groups[0].match: the pattern of group 'lost' matches no param of any model-parallel rank");
 }
 
+TEST(NormsAtConstruction, AGroupDecaysWhereAParamOfItDecaysOnSomeRank) {
+  run_grid({1, 3}, Device(), [&](const GridRank& rank) {
+    // Group "x" has a bias, a matrix, or nothing; group "y" has a bias or nothing.
+    std::vector<ParamSpec> specs = {spec("other", {32, 32})};
+    if (rank.model.rank() == 0) specs.push_back(spec("x", {5}));
+    if (rank.model.rank() == 1) specs.push_back(spec("x", {32, 32}));
+    if (rank.model.rank() == 2) specs.push_back(spec("y", {5}));
+    Config config;
+    config.optimizer.groups.resize(2);
+    config.optimizer.groups[0].match = "x";
+    config.optimizer.groups[1].match = "y";
+    DistributedAdam opt(specs, config, rank.data, Device(), nullptr, &rank.model);
+    EXPECT_NO_THROW(opt.set_weight_decay("x", 0.5));
+    EXPECT_TRUE(contains(thrown_message<ContractError>([&] { opt.set_weight_decay("y", 0.5); }),
+                         "the params of group 'y' have one dimension and no weight decay"));
+  });
+}
+
 TEST(NormsAtConstruction, CopiesHaveOneShape) {
   const auto texts = construction_messages([](Input& input, int, int model) {
     input.specs[1].duplicate_key = "bias";
