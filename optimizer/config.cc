@@ -1,5 +1,6 @@
 #include "mxopt/optimizer/config.h"
 
+#include <map>
 #include <set>
 #include <sstream>
 #include <utility>
@@ -62,6 +63,15 @@ void describe_group(ConfigSchema& schema, GroupConfig& group) {
       .alias("adam_eps")
       .alias("adam_epsilon")
       .alias("epsilon");
+  schema.add(
+      "norm_group", group.norm_group,
+      "Name of a separate gradient norm, with a clip factor of its own, that the group's params are in "
+      "with those of other groups that name it; empty: the norm of the whole optimizer.");
+  schema
+      .add("clip_grad", group.clip_grad, Bounds::at_least(0),
+           "Largest norm of the norm_group, 0: no clipping; inherit: `optimizer.clip_grad`.")
+      .alias("max_grad_norm")
+      .alias("max_norm");
   schema.after_load([&group] { group.name = group_name(group); });
 }
 
@@ -98,6 +108,15 @@ void describe_optimizer(ConfigSchema& schema, OptimizerConfig& config) {
       .alias("gradient_clipping")
       .alias("grad_clip")
       .alias("max_norm");
+  schema.add("optimizer.skip_norm", config.skip_norm, Bounds::at_least(0),
+             "Norm of the gradient above which a step is skipped, those of every norm_group included; 0: no "
+             "limit.");
+  schema.add("optimizer.param_norms", config.param_norms,
+             "Whether reports have the norms of every param's gradient and master weights.");
+  schema
+      .add("optimizer.count_zeros", config.count_zeros,
+           "Whether reports have the number of gradients that are 0.")
+      .alias("log_num_zeros_in_grad");
   schema.add("optimizer.grad_dtype", config.grad_dtype, {{"fp32", DType::kFp32}, {"bf16", DType::kBf16}},
              "Type of the gradient buffers and of their reduction.");
   schema.add("optimizer.grad_reduce", config.grad_reduce,
@@ -333,7 +352,28 @@ void find_conflicts_in_group(const GroupConfig& group, const std::string& base, 
   }
 }
 
+/// Separate norms: one limit for each.
+void find_norm_conflicts(const OptimizerConfig& optimizer, std::vector<Conflict>& found) {
+  std::map<std::string, double> limits;
+  for (std::size_t i = 0; i < optimizer.groups.size(); ++i) {
+    const GroupConfig& group = optimizer.groups[i];
+    const std::string key = "optimizer.groups[" + std::to_string(i) + "].clip_grad";
+    if (group.norm_group.empty()) {
+      if (group.clip_grad)
+        found.push_back({key, is_value(key, *group.clip_grad) + "inherit without norm_group"});
+      continue;
+    }
+    const double limit = group.clip_grad.value_or(optimizer.clip_grad);
+    const auto [first, is_new] = limits.emplace(group.norm_group, limit);
+    if (is_new || first->second == limit) continue;
+    std::ostringstream allowed;
+    allowed << first->second << ", as in the first group of norm_group '" << group.norm_group << "'";
+    found.push_back({key, is_value(key, limit) + allowed.str()});
+  }
+}
+
 void find_group_conflicts(const OptimizerConfig& optimizer, std::vector<Conflict>& found) {
+  find_norm_conflicts(optimizer, found);
   std::set<std::string> names = {"default", "*"};
   std::set<std::pair<std::string, std::int64_t>> patterns;
   for (std::size_t i = 0; i < optimizer.groups.size(); ++i) {

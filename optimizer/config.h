@@ -66,6 +66,8 @@ struct GroupConfig {
   std::optional<double> weight_decay = std::nullopt;
   std::optional<std::array<double, 2>> betas = std::nullopt;
   std::optional<double> eps = std::nullopt;
+  std::string norm_group = {};  // empty: the norm of the whole optimizer
+  std::optional<double> clip_grad = std::nullopt;
 };
 
 struct OptimizerConfig {
@@ -76,6 +78,9 @@ struct OptimizerConfig {
   double weight_decay = 0.1;
   bool decay_1d = false;
   double clip_grad = 1.0;  // 0: off
+  double skip_norm = 0;    // 0: off
+  bool param_norms = false;
+  bool count_zeros = false;
   DType grad_dtype = DType::kFp32;
   GradReduce grad_reduce = GradReduce::kAverage;
   bool check_grads = false;

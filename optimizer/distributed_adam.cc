@@ -5,6 +5,7 @@
 #include <cmath>
 #include <cstring>
 #include <exception>
+#include <limits>
 #include <sstream>
 
 #include "mxopt/collectives/host_exchange.h"
@@ -59,7 +60,7 @@ std::string quoted_list(const std::vector<std::string>& names) {
 /// could report it. Neither is a ContractError, which is thrown before a call sends anything, or on every
 /// rank alike.
 template <class Body>
-auto guarded(Communicator& comm, const Body& body) {
+auto guarded(Communicator& comm, const Body& body, Communicator* also = nullptr) {
   try {
     return body();
   } catch (const PeerError&) {
@@ -68,8 +69,40 @@ auto guarded(Communicator& comm, const Body& body) {
     throw;
   } catch (const std::exception& error) {
     comm.abort(error.what());
+    if (also != nullptr) also->abort(error.what());
     throw;
   }
+}
+
+/// Why the step of a record was skipped.
+std::string skip_cause(const StepRecord& record, double skip_norm) {
+  std::ostringstream cause;
+  if (record.skip_reason == SkipReason::kNonFiniteGradient) {
+    cause << "a non-finite gradient";
+    // A publish() since then has cleared the status bytes.
+    if (!record.nonfinite_gradient_params.empty()) {
+      cause << " of param '" << record.nonfinite_gradient_params.front() << "'";
+    } else if (record.nonfinite_gradient_rank >= 0) {
+      cause << " on rank " << record.nonfinite_gradient_rank << " of the model-parallel group";
+    }
+    return cause.str();
+  }
+  double norm = record.grad_norm;
+  std::string name;
+  for (const NormRecord& separate : record.norm_groups) {
+    if (norm > skip_norm) break;
+    norm = separate.grad_norm;
+    name = separate.name;
+  }
+  cause << "a gradient norm of " << norm << (name.empty() ? "" : " in norm_group '" + name + "'")
+        << ", above optimizer.skip_norm, " << skip_norm;
+  return cause.str();
+}
+
+/// NaN where a run was not finite.
+double reported_norm(NormSum sum, std::int64_t nonfinite_runs, double loss_scale) {
+  if (nonfinite_runs != 0) return std::numeric_limits<double>::quiet_NaN();
+  return unscaled_norm(sum.square_sum, loss_scale);
 }
 
 /// Steps in a device's table of learning rates and weight decays; where a schedule is longer, it is sent in
@@ -117,9 +150,10 @@ void agreed(Communicator& comm, const Body& body) {
 
 std::unique_ptr<Groundwork> lay_groundwork(std::vector<ParamSpec> specs, const Config& config,
                                            Communicator& comm, Device device,
-                                           const std::shared_ptr<Allocator>& allocator) {
+                                           const std::shared_ptr<Allocator>& allocator,
+                                           Communicator* model_parallel) {
   auto work = std::make_unique<Groundwork>(
-      Groundwork{make_agreed_plan(std::move(specs), config, comm, device), {}, nullptr, {}});
+      Groundwork{make_agreed_plan(std::move(specs), config, comm, device, model_parallel), {}, nullptr, {}});
   const Layout& layout = work->plan.layout;
   work->gather = plan_gather(layout, config, comm);
   agreed(comm, [&] {
@@ -154,9 +188,10 @@ class CapturedStep final : public StepReport::Source {
 class DistributedAdam::Impl {
  public:
   Impl(std::unique_ptr<Groundwork> groundwork, const Config& config, Communicator& comm, Device device,
-       std::shared_ptr<Allocator> allocator)
+       std::shared_ptr<Allocator> allocator, Communicator* model_parallel)
       : config_(config),
         comm_(comm),
+        model_parallel_(model_parallel),
         device_(device),
         groundwork_(std::move(groundwork)),
         plan_(groundwork_->plan),
@@ -167,17 +202,15 @@ class DistributedAdam::Impl {
         grad_sync_(layout(), storage_, comm, grad_sync_options(config, device), allocator_),
         segments_(layout().segments(comm.rank())),
         segment_of_(layout().params().size(), -1),
-        kernels_(StepKernels::make(
-            make_step_tables(layout(), storage_, param_sync_, plan_.groups.part_of, comm.rank()), device,
-            allocator_)),
+        kernels_(StepKernels::make(make_step_tables(layout(), storage_, param_sync_, plan_.groups.part_of,
+                                                    comm.rank(), plan_.norm_of),
+                                   device, allocator_)),
         coverage_(layout().params().size()),
         table_steps_(
             device.kind == DeviceKind::kHost ? 1 : std::min(last_change(config.schedule), kMostTableSteps)),
-        scalars_(part_count(), table_steps_, initial_state(), device, allocator_),
-        reports_(device, param_count() + static_cast<std::int64_t>(grad_sync_.local_status().size()),
-                 [this](StepRecord& record, const StepOutcome& outcome, auto status) {
-                   complete_record(record, outcome, status);
-                 }),
+        scalars_(part_count(), table_steps_, initial_state(), device, allocator_, statistics_layout()),
+        reports_(device, step_result(),
+                 [this](StepRecord& record, const auto& result) { complete_record(record, result); }),
         report_(make_report(layout(), comm, config.optimizer)),
         last_(device) {
     for (std::size_t i = 0; i < segments_.size(); ++i) {
@@ -346,7 +379,7 @@ class DistributedAdam::Impl {
     kernels_->take_launches();
     param_sync_.take_launches();
     const StepMemory& memory = scalars_.memory();
-    guarded(comm_, [&] {
+    guarded_step([&] {
       if (!captured) last_.join(stream);
       tell_changes(stream);
       grad_sync_.finish(stream);
@@ -354,15 +387,15 @@ class DistributedAdam::Impl {
 
       param_sync_.open(stream);
       kernels_->open_statistics(memory, options_hash(), stream);
-      kernels_->grad_stats(*memory.statistics, stream);
-      comm_.all_reduce(scalars_.statistics(), ReduceOp::kSum, Traffic::kStatistics, stream).join(stream);
+      kernels_->grad_stats(memory.statistics, stream);
+      reduce_statistics(stream);
       record.ms.statistics = clock.lap();
       kernels_->decide(memory, step_options(), stream);
     });
     // A device's outcome is not known yet: its step is not taken, and the report says why.
-    if (is_host() && memory.outcome->options_differ) require_agreement(comm_, option_fields());
+    if (is_host() && memory.outcome->options_differ) require_equal_options();
 
-    guarded(comm_, [&] {
+    guarded_step([&] {
       kernels_->clear(param_sync_.scales_to_clear(SyncScope::kTrainable), memory.outcome, stream);
       kernels_->fused_update({memory.scalars, plan_.groups.parts.size()}, memory.outcome, stream);
       record.ms.update = clock.lap();
@@ -378,8 +411,7 @@ class DistributedAdam::Impl {
     record.launches = kernels_->take_launches() + param_sync_.take_launches();
     record.lr = plan_.groups.groups[0].lr.peak;  // until the step is known
     return guarded(comm_, [&] {
-      StepReport report = reports_.add(std::move(record), memory.outcome, param_sync_.status(),
-                                       grad_sync_.local_status(), param_sync_.reduced(), stream);
+      StepReport report = reports_.add(std::move(record), step_result(), param_sync_.reduced(), stream);
       grad_sync_.note_reported(stream);
       last_.record(stream);
       if (is_host()) reports_.make_room();
@@ -394,8 +426,7 @@ class DistributedAdam::Impl {
     record.lr = plan_.groups.groups[0].lr.peak;
     return guarded(comm_, [&] {
       last_.join(stream);
-      StepReport report = reports_.add(std::move(record), scalars_.memory().outcome, param_sync_.status(),
-                                       grad_sync_.local_status(), Work(), stream);
+      StepReport report = reports_.add(std::move(record), step_result(), Work(), stream);
       grad_sync_.note_reported(stream);
       last_.record(stream);
       return report;
@@ -468,6 +499,54 @@ class DistributedAdam::Impl {
   float* master_of(const Segment& segment) const {
     return storage_.master(segment.bucket) + segment.bucket_begin -
            layout().shard_begin(segment.bucket, comm_.rank());
+  }
+
+  template <class Body>
+  void guarded_step(const Body& body) {
+    guarded(comm_, body, model_parallel_);
+  }
+
+  int model_parallel_size() const { return model_parallel_ == nullptr ? 1 : model_parallel_->size(); }
+
+  StatisticsLayout statistics_layout() const {
+    StatisticsLayout layout;
+    for (std::size_t i = 1; i < plan_.groups.norms.size(); ++i) {
+      layout.separate_max_norms.push_back(plan_.groups.norms[i].max_norm);
+    }
+    if (model_parallel_ != nullptr) {
+      layout.model_parallel_ranks = model_parallel_->size();
+      layout.model_parallel_rank = model_parallel_->rank();
+    }
+    if (config_.optimizer.param_norms) layout.params = param_count();
+    layout.counts_zeros = config_.optimizer.count_zeros;
+    return layout;
+  }
+
+  /// What a step leaves for its report.
+  StepReports::Result step_result() const {
+    return {scalars_.memory().outcome, scalars_.norm_outcomes(), scalars_.param_sums(), param_sync_.status(),
+            grad_sync_.local_status()};
+  }
+
+  /// The sums over all ranks, in two messages: those of the param norms stay within a data-parallel group.
+  void reduce_statistics(StreamRef stream) {
+    comm_.all_reduce(scalars_.statistics(), ReduceOp::kSum, Traffic::kStatistics, stream).join(stream);
+    if (model_parallel_ == nullptr) return;
+    model_parallel_->all_reduce(scalars_.common_statistics(), ReduceOp::kSum, Traffic::kStatistics, stream)
+        .join(stream);
+  }
+
+  /// Collective: throws on every rank that has others than a rank of one of its groups. Every rank makes both
+  /// comparisons.
+  void require_equal_options() {
+    std::exception_ptr problem;
+    try {
+      require_agreement(comm_, option_fields());
+    } catch (const ContractError&) {
+      problem = std::current_exception();
+    }
+    if (model_parallel_ != nullptr) require_agreement(*model_parallel_, option_fields());
+    if (problem) std::rethrow_exception(problem);
   }
 
   /// Collective: throws on every rank when a param has no initial value on one of them.
@@ -543,13 +622,15 @@ class DistributedAdam::Impl {
     const OptimizerConfig& optimizer = config_.optimizer;
     StepOptions options;
     options.max_norm = optimizer.clip_grad;
+    options.skip_norm = optimizer.skip_norm;
     options.decoupled = optimizer.kind == AdamKind::kAdamW;
     options.loss_scale_kind = optimizer.loss_scale.kind;
     options.min_loss_scale = optimizer.loss_scale.min;
     options.growth_interval = optimizer.loss_scale.growth_interval;
     options.hysteresis = optimizer.loss_scale.hysteresis;
     options.hash = options_hash();
-    options.world_size = comm_.size();
+    options.world_size = comm_.size() * model_parallel_size();
+    options.model_parallel_ranks = model_parallel_ == nullptr ? 0 : model_parallel_->size();
     options.divides_by_tokens = divides_by_tokens();
     options.groups = part_count();
     return options;
@@ -569,7 +650,7 @@ class DistributedAdam::Impl {
     std::vector<float> weight_decay, lr;
     for (const GroupPart& part : plan_.groups.parts) {
       const ParamGroup& group = plan_.groups.groups[index(part.group)];
-      constants.push_back({{group.betas[0], group.betas[1]}, group.eps});
+      constants.push_back({{group.betas[0], group.betas[1]}, group.eps, group.norm});
       for (std::int64_t step = first_table_step_; step < first_table_step_ + table_steps_; ++step) {
         lr.push_back(static_cast<float>(scheduled_lr(config_.schedule, group.lr, step)));
         const double decay = scheduled_weight_decay(config_.schedule, group.weight_decay, step);
@@ -611,7 +692,8 @@ class DistributedAdam::Impl {
     return static_cast<std::int64_t>(hash);
   }
 
-  void complete_record(StepRecord& record, const StepOutcome& outcome, std::span<const std::uint8_t> status) {
+  void complete_record(StepRecord& record, const StepReports::Result& result) {
+    const StepOutcome& outcome = *result.outcome;
     const StepState& after = outcome.after;
     // Reports may be read in any order.
     if (after.calls >= calls_) {
@@ -619,21 +701,36 @@ class DistributedAdam::Impl {
       steps_taken_ = after.taken;
     }
     record.taken = outcome.taken;
-    record.skip_reason = outcome.taken ? SkipReason::kNone : SkipReason::kNonFiniteGradient;
+    record.skip_reason = outcome.skip_reason;
     record.step = after.taken;
     record.calls = after.calls;
     record.consecutive_skips = after.consecutive_skips;
     record.skipped_total = after.skipped_total;
     record.grad_norm = outcome.grad_norm;
     record.clip_factor = outcome.clip_factor;
+    for (std::size_t i = 0; i < result.norms.size(); ++i) {
+      record.norm_groups.push_back(
+          {plan_.groups.norms[i + 1].name, result.norms[i].grad_norm, result.norms[i].clip_factor});
+    }
+    if (config_.optimizer.count_zeros) record.zero_grads = outcome.zero_grads;
+    const double divisor =
+        outcome.loss_scale * static_cast<double>(divides_by_tokens() ? counted(outcome.tokens) : 1);
+    for (std::size_t p = 0; p < result.params.size(); ++p) {
+      const ParamLayout& param = layout().params()[p];
+      if (param.tied_to >= 0 || param.family.frozen) continue;
+      const ParamSums& sums = result.params[p];
+      record.param_norms.push_back({param.name, reported_norm(sums.grad, sums.nonfinite_grad_runs, divisor),
+                                    reported_norm(sums.master, sums.nonfinite_master_runs, 1)});
+    }
     record.loss_scale = outcome.loss_scale;
     record.tokens = outcome.tokens;
     record.next_loss_scale = after.loss_scale.scale;
     record.lr = scheduled_lr(config_.schedule, {record.lr, config_.schedule.min_lr},
                              outcome.taken ? after.taken : after.taken + 1);
-    record.nonfinite_gradient_params = names_with_status(status, kStatusNonFiniteGradient);
-    record.nonfinite_master_params = names_with_status(status, kStatusNonFiniteMaster);
-    record.local_nonfinite_params = locally_nonfinite(status.last(grad_sync_.local_status().size()));
+    record.nonfinite_gradient_params = names_with_status(result.status, kStatusNonFiniteGradient);
+    record.nonfinite_master_params = names_with_status(result.status, kStatusNonFiniteMaster);
+    record.nonfinite_gradient_rank = outcome.nonfinite_rank;
+    record.local_nonfinite_params = locally_nonfinite(result.local_status);
 
     if (outcome.options_differ) {
       throw ContractError(
@@ -650,12 +747,10 @@ class DistributedAdam::Impl {
     }
     const std::int64_t limit = config_.optimizer.max_consecutive_skips;
     if (limit > 0 && after.consecutive_skips >= limit) {
-      // A publish() since then has cleared the status bytes.
-      const std::vector<std::string>& names = record.nonfinite_gradient_params;
       throw ContractError("step: " + std::to_string(after.consecutive_skips) +
                           " steps in a row were skipped (optimizer.max_consecutive_skips is " +
-                          std::to_string(limit) + "); the last one because of a non-finite gradient" +
-                          (names.empty() ? "" : " of param '" + names.front() + "'"));
+                          std::to_string(limit) + "); the last one because of " +
+                          skip_cause(record, config_.optimizer.skip_norm));
     }
   }
 
@@ -668,6 +763,7 @@ class DistributedAdam::Impl {
 
   Config config_;
   Communicator& comm_;
+  Communicator* model_parallel_;  // null: none
   Device device_;
   std::unique_ptr<Groundwork> groundwork_;
   Plan& plan_;
@@ -695,11 +791,34 @@ class DistributedAdam::Impl {
 };
 
 DistributedAdam::DistributedAdam(std::vector<ParamSpec> specs, const Config& config, Communicator& comm,
-                                 Device device, std::shared_ptr<Allocator> allocator) {
-  std::unique_ptr<Groundwork> groundwork = lay_groundwork(std::move(specs), config, comm, device, allocator);
-  agreed(comm, [&] {
-    impl_ = std::make_unique<Impl>(std::move(groundwork), config, comm, device, std::move(allocator));
-  });
+                                 Device device, std::shared_ptr<Allocator> allocator,
+                                 Communicator* model_parallel) {
+  // A failure that all ranks of a data-parallel group know is told to the other groups.
+  const auto tell_other_groups = [&](const std::string& problem) {
+    const LayoutField field = {"construction", problem};
+    if (model_parallel != nullptr) require_agreement(*model_parallel, std::span(&field, 1));
+  };
+  std::exception_ptr failure;
+  LayoutField problem = {"construction", ""};
+  try {
+    std::unique_ptr<Groundwork> groundwork =
+        lay_groundwork(std::move(specs), config, comm, device, allocator, model_parallel);
+    agreed(comm, [&] {
+      impl_ = std::make_unique<Impl>(std::move(groundwork), config, comm, device, std::move(allocator),
+                                     model_parallel);
+    });
+  } catch (const PeerError&) {
+    throw;
+  } catch (const std::exception& error) {
+    failure = std::current_exception();
+    problem.text = error.what();
+  }
+  try {
+    tell_other_groups(problem.text);
+  } catch (const std::exception&) {
+    if (!failure) throw;
+  }
+  if (failure) std::rethrow_exception(failure);
 }
 
 DistributedAdam::~DistributedAdam() {

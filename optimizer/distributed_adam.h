@@ -54,15 +54,20 @@ struct OwnedSlice {
 
 class DistributedAdam {
  public:
-  /// Collective. Allocates everything and compares layout, configuration and library version over ranks.
+  /// Collective over both groups. Allocates everything and compares layout, configuration and library version
+  /// over ranks.
   ///
   /// specs   the same list in the same order on every rank.
   /// comm    borrowed; must outlive the optimizer and be used for nothing else while it lives.
+  /// model_parallel  the ranks that hold the other parts of the model: those with this one's rank in their
+  ///         data-parallel groups, which are all of one size. Norms, non-finite gradients and counts are of
+  ///         the whole model then, and every rank takes or skips a step. Borrowed as `comm`. Null: this rank
+  ///         has all of the model.
   /// Throws  ConfigError for a bad list or configuration; ContractError on every rank when ranks disagree,
   /// naming rank
   ///         and field, a rank whose own list is bad included.
   DistributedAdam(std::vector<ParamSpec> specs, const Config& config, Communicator& comm, Device device = {},
-                  std::shared_ptr<Allocator> allocator = nullptr);
+                  std::shared_ptr<Allocator> allocator = nullptr, Communicator* model_parallel = nullptr);
   /// Waits for what is in flight and drops its errors. After a PeerError under MPI, MPI may still use the
   /// gradients and planes (see mpi_communicator.h): keep the object until the process ends.
   ~DistributedAdam();
@@ -101,12 +106,14 @@ class DistributedAdam {
 
   /// With optimizer.grad_reduce tokens: adds to the number of tokens whose losses this rank's gradients of
   /// the next step are sums over. At least one call for each step on every rank; 0 is allowed, and the
-  /// gradients of a step of no tokens at all are not divided. While a step is captured: on its stream.
+  /// gradients of a step of no tokens at all are not divided. Model-parallel ranks each count the same ones.
+  /// While a step is captured: on its stream.
   void add_tokens(std::int64_t count, StreamRef stream = {});
   /// The same for [1] in the memory of the optimizer's device, not negative, read in the order of `stream`.
   void add_tokens(std::span<const std::int64_t> count, StreamRef stream = {});
 
-  /// Collective: one optimizer step, or a skip on every rank. See StepRecord.
+  /// Collective, over the model-parallel ranks too: one optimizer step, or a skip on every rank. See
+  /// StepRecord.
   /// Throws ContractError on every rank when a param was never published, when ranks hold different
   /// hyper-parameters, or when optimizer.max_consecutive_skips is reached. On a device the last two
   /// are found out later: they are thrown when the report is read, and by the call 8 steps on.

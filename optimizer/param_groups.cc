@@ -19,6 +19,16 @@ WeightDecayRange weight_decay_of(const GroupConfig& group, WeightDecayRange deca
   return {decay.start * factor, decay.end * factor};
 }
 
+/// The number of the group's norm, which is added when it is a new one.
+int norm_of(const GroupConfig& group, const OptimizerConfig& optimizer, std::vector<NormGroup>& norms) {
+  const auto known = std::ranges::find(norms, group.norm_group, &NormGroup::name);
+  const auto at = static_cast<int>(known - norms.begin());
+  if (known == norms.end()) {
+    norms.push_back({group.norm_group, group.clip_grad.value_or(optimizer.clip_grad)});
+  }
+  return at;
+}
+
 /// Whether the group decays its params of one dimension too.
 bool decays_all(const OptimizerConfig& optimizer, int group) {
   if (optimizer.decay_1d) return true;
@@ -56,13 +66,15 @@ ParamGroup& ParamGroups::find(std::string_view name) {
   throw ContractError("unknown param group '" + std::string(name) + "'; groups are: " + names);
 }
 
-ParamGroups make_param_groups(const Config& config, std::span<const ParamLayout> params) {
+ParamGroups make_param_groups(const Config& config, std::span<const ParamLayout> params,
+                              bool may_match_nothing) {
   const OptimizerConfig& optimizer = config.optimizer;
   const WeightDecayRange decay = {optimizer.weight_decay,
                                   config.schedule.end_weight_decay.value_or(optimizer.weight_decay)};
   ParamGroups result;
   result.groups.push_back(
       {"default", {optimizer.lr, config.schedule.min_lr}, decay, optimizer.betas, optimizer.eps, true});
+  result.norms.push_back({"", optimizer.clip_grad});
   result.group_of.assign(params.size(), 0);
   for (std::size_t g = 0; g < optimizer.groups.size(); ++g) {
     const GroupConfig& group = optimizer.groups[g];
@@ -77,14 +89,16 @@ ParamGroups make_param_groups(const Config& config, std::span<const ParamLayout>
                              weight_decay_of(group, decay),
                              group.betas.value_or(optimizer.betas),
                              group.eps.value_or(optimizer.eps),
-                             true});
+                             true,
+                             norm_of(group, optimizer, result.norms)});
     bool matched = false;
     for (std::size_t p = 0; p < params.size(); ++p) {
       if (!matches(group, params[p])) continue;
       matched = true;
       if (result.group_of[p] == 0) result.group_of[p] = static_cast<int>(g) + 1;
     }
-    if (!matched) {
+    result.groups.back().is_matched = matched;
+    if (!matched && !may_match_nothing) {
       throw ConfigError(
           key + ".match: '" + group.match + "'" +
           (group.ndim == 0 ? "" : " with ndim " + std::to_string(group.ndim)) + " matches none of the " +

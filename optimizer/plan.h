@@ -15,12 +15,16 @@ namespace mxopt {
 struct Plan {
   Layout layout;
   ParamGroups groups;
+  std::vector<int> norm_of;  // [params] index into groups.norms; -1: another model-parallel rank counts it
 };
 
 /// Collective: makes the plan on every rank, or throws on every rank.
+/// model_parallel  see DistributedAdam; null: none. What fails on one of its ranks fails on all ranks of both
+///                 groups; what ranks of `comm` disagree on, they alone hear of.
 /// Throws  ConfigError when the list or the configuration is bad; ContractError when ranks disagree, one
 /// whose own list
 ///         is bad while the others' are good included.
-Plan make_agreed_plan(std::vector<ParamSpec> specs, const Config& config, Communicator& comm, Device device);
+Plan make_agreed_plan(std::vector<ParamSpec> specs, const Config& config, Communicator& comm, Device device,
+                      Communicator* model_parallel = nullptr);
 
 }  // namespace mxopt

@@ -38,6 +38,8 @@ struct SegmentRow {
   const void* grad = nullptr;
   std::uint8_t* status = nullptr;  // one byte
   int group = 0;
+  int norm = 0;   // that its gradients are in: 0 the common one, i: separate norm i - 1, -1: none
+  int param = 0;  // its number
 };
 
 /// The ranks into whose memory writes go as well. That memory is arranged alike on all ranks, so one distance
@@ -77,16 +79,6 @@ struct StepTables {
   }
 };
 
-/// Where a step's scalars live: all in the memory of the kernels' device.
-struct StepMemory {
-  StepStatistics* statistics = nullptr;
-  StepState* state = nullptr;
-  StepOutcome* outcome = nullptr;
-  AdamScalars* scalars = nullptr;  // [groups]
-  std::int64_t* tokens = nullptr;  // counted by this rank since the last step
-  GroupTable table;
-};
-
 /// Passes of one rank. Pointers in the tables stay valid for the object's life; nothing is allocated after
 /// construction. All pointers and spans are in the device's memory, and every pass is enqueued on its stream.
 /// A pass that is given an outcome does nothing when that says that the step is not taken.
@@ -107,9 +99,9 @@ class StepKernels {
   /// new count begins.
   virtual void open_statistics(const StepMemory& memory, std::int64_t options_hash, StreamRef stream) = 0;
 
-  /// Adds the squares of all owned gradients, exactly, and marks params with a non-finite one in their status
-  /// byte.
-  virtual void grad_stats(StepStatistics& statistics, StreamRef stream) = 0;
+  /// Adds the squares of all owned gradients, exactly, each to the norm of its segment, and marks params with
+  /// a non-finite one in their status byte. What `statistics` wants beside that, it gets in the same pass.
+  virtual void grad_stats(const StatisticsMemory& statistics, StreamRef stream) = 0;
 
   /// advance() on reduced statistics.
   virtual void decide(const StepMemory& memory, const StepOptions& options, StreamRef stream) = 0;

@@ -102,7 +102,7 @@ __global__ void __launch_bounds__(kThreads)
 /// memory: no conflicts, no atomics.
 template <class Grad>
 __global__ void __launch_bounds__(kThreads)
-    grad_stats_kernel(Pass pass, std::int64_t tiles, StepStatistics* statistics) {
+    grad_stats_kernel(Pass pass, std::int64_t tiles, StatisticsMemory statistics) {
   __shared__ std::int64_t limbs[kSumLimbs][kThreads];
   __shared__ std::int64_t total[kSumLimbs];
   __shared__ int nonfinite_runs;
@@ -149,21 +149,168 @@ __global__ void __launch_bounds__(kThreads)
   if (thread == 0) {
     // So that sums over all CTAs and ranks fit.
     normalize_sum(total);
-    add_atomically(statistics->nonfinite_runs, nonfinite_runs);
+    add_atomically(statistics.step->nonfinite_runs, nonfinite_runs);
+    if (statistics.nonfinite_runs_of_rank != nullptr) {
+      add_atomically(*statistics.nonfinite_runs_of_rank, nonfinite_runs);
+    }
   }
   __syncthreads();
-  if (thread < kSumLimbs) add_atomically(statistics->square_sum[thread], total[thread]);
+  if (thread < kSumLimbs) add_atomically(statistics.step->square_sum[thread], total[thread]);
 }
 
-__global__ void open_statistics_kernel(StepMemory memory, std::int64_t options_hash) {
+/// Limbs of the threads of a CTA, each a column, and of its warps.
+struct WarpSums {
+  std::int64_t limbs[kSumLimbs][kThreads];
+  std::int64_t totals[kWarps][kSumLimbs];
+};
+
+/// Adds what the threads of this warp hold to `to` and `also`, where they are not null, and empties it.
+__device__ void flush_warp(WarpSums& sums, std::int64_t* to, std::int64_t* also) {
+  const int thread = static_cast<int>(threadIdx.x);
+  const int lane = thread % 32;
+  std::int64_t* const total = sums.totals[thread / 32];
+  for (int k = 0; k < kSumLimbs; ++k) {
+    std::int64_t sum = sums.limbs[k][thread];
+    sums.limbs[k][thread] = 0;
+#pragma unroll
+    for (int distance = 16; distance > 0; distance /= 2) {
+      sum += __shfl_xor_sync(0xFFFFFFFFu, static_cast<long long>(sum), distance);
+    }
+    if (lane == 0) total[k] = sum;
+  }
+  if (lane == 0) normalize_sum(total);
+  __syncwarp();
+  if (lane < kSumLimbs && to != nullptr) add_atomically(to[lane], total[lane]);
+  if (lane < kSumLimbs && also != nullptr) add_atomically(also[lane], total[lane]);
+  __syncwarp();
+}
+
+/// Sum over the lanes of a warp, in all of them.
+__device__ std::int64_t warp_sum(std::int64_t value) {
+#pragma unroll
+  for (int distance = 16; distance > 0; distance /= 2) {
+    value += __shfl_xor_sync(0xFFFFFFFFu, static_cast<long long>(value), distance);
+  }
+  return value;
+}
+
+/// Adds the squares of a tile's values; `elems` are there of this tile and those that follow it. Returns how
+/// many runs are not finite of those that this lane has the sum of.
+template <class Value>
+__device__ int add_tile(WarpSums& sums, const Value* values, std::int64_t elems) {
+  const int thread = static_cast<int>(threadIdx.x);
+  int nonfinite_runs = 0;
+#pragma unroll 1
+  for (int run = 0; run < kTileElems / kSumRunElems; run += kWarpRuns) {
+    const double sum = sum_of_runs(values + run * kSumRunElems, elems - run * kSumRunElems);
+    if (thread % 2 != 0) continue;
+    if (isfinite(sum)) {
+      add_to_sum(&sums.limbs[0][thread], sum, kThreads);
+    } else {
+      ++nonfinite_runs;
+    }
+  }
+  return nonfinite_runs;
+}
+
+template <class Grad>
+__device__ int count_zeros(const Grad* grad, std::int64_t elems) {
+  int zeros = 0;
+  const std::int64_t count = elems < kTileElems ? elems : kTileElems;
+  for (std::int64_t i = threadIdx.x % 32; i < count; i += 32) {
+    zeros += load_pair(grad + i, 1).x == 0 ? 1 : 0;
+  }
+  return zeros;
+}
+
+/// grad_stats_kernel where squares go to several places or more than them is wanted: a warp takes tiles that
+/// follow each other, and keeps its sums while they belong together.
+template <class Grad>
+__global__ void __launch_bounds__(kThreads)
+    detailed_stats_kernel(Pass pass, std::int64_t tiles, StatisticsMemory statistics) {
+  __shared__ WarpSums sums;
+  release_next_launch();
+  const int thread = static_cast<int>(threadIdx.x);
+  const bool is_first_lane = thread % 32 == 0;
+#pragma unroll
+  for (int k = 0; k < kSumLimbs; ++k) sums.limbs[k][thread] = 0;
+  wait_for_former_launches();
+
+  const std::int64_t warps = static_cast<std::int64_t>(gridDim.x) * kWarps;
+  const std::int64_t share = (tiles + warps - 1) / warps;
+  const std::int64_t first = (static_cast<std::int64_t>(blockIdx.x) * kWarps + thread / 32) * share;
+  const std::int64_t last = first + share < tiles ? first + share : tiles;
+  const bool by_param = statistics.params != nullptr;
+
+  // Walks the tiles: add(segment, begin, elems) returns its non-finite runs, end(segment, runs) comes after
+  // the last tile of those that belong together.
+  const auto walk = [&](const auto& add, const auto& end) {
+    const SegmentRow* open = nullptr;
+    int nonfinite_runs = 0;
+    for (std::int64_t t = first; t < last; ++t) {
+      const Tile tile = pass.tiles[t];
+      const SegmentRow* const segment = pass.segments + tile.segment;
+      if (open != nullptr && (open->norm != segment->norm || (by_param && open->param != segment->param))) {
+        end(*open, warp_sum(nonfinite_runs));
+        nonfinite_runs = 0;
+      }
+      open = segment;
+      const std::int64_t begin = tile.begin - segment->param_begin;
+      nonfinite_runs += add(*segment, begin, segment->elems - begin);
+    }
+    if (open != nullptr) end(*open, warp_sum(nonfinite_runs));
+  };
+
+  std::int64_t zeros = 0;
+  walk(
+      [&](const SegmentRow& segment, std::int64_t begin, std::int64_t elems) {
+        const Grad* const grad = global(static_cast<const Grad*>(segment.grad) + begin);
+        const int nonfinite_runs = add_tile(sums, grad, elems);
+        if (nonfinite_runs != 0) mark(segment, kStatusNonFiniteGradient);
+        if (statistics.counts_zeros && segment.norm >= 0) zeros += count_zeros(grad, elems);
+        return nonfinite_runs;
+      },
+      [&](const SegmentRow& segment, std::int64_t nonfinite_runs) {
+        ParamSums* const param = by_param ? statistics.params + segment.param : nullptr;
+        flush_warp(sums, statistics.squares_of(segment.norm),
+                   param != nullptr ? param->grad.square_sum : nullptr);
+        if (!is_first_lane) return;
+        add_atomically(statistics.step->nonfinite_runs, nonfinite_runs);
+        if (statistics.nonfinite_runs_of_rank != nullptr) {
+          add_atomically(*statistics.nonfinite_runs_of_rank, nonfinite_runs);
+        }
+        if (param != nullptr) add_atomically(param->nonfinite_grad_runs, nonfinite_runs);
+      });
+  zeros = warp_sum(zeros);
+  if (is_first_lane) add_atomically(statistics.step->zero_grads, zeros);
+  if (!by_param) return;
+  walk(
+      [&](const SegmentRow& segment, std::int64_t begin, std::int64_t elems) {
+        return add_tile(sums, global(static_cast<const float*>(segment.master) + begin), elems);
+      },
+      [&](const SegmentRow& segment, std::int64_t nonfinite_runs) {
+        ParamSums& param = statistics.params[segment.param];
+        flush_warp(sums, param.master.square_sum, nullptr);
+        if (is_first_lane) add_atomically(param.nonfinite_master_runs, nonfinite_runs);
+      });
+}
+
+/// Zeroes the message, but for what is for agreement between ranks.
+__global__ void __launch_bounds__(kThreads)
+    open_statistics_kernel(StepMemory memory, std::int64_t options_hash) {
   release_next_launch();
   wait_for_former_launches();
-  StepStatistics& statistics = *memory.statistics;
-  for (int k = 0; k < kSumLimbs; ++k) statistics.square_sum[k] = 0;
-  statistics.nonfinite_runs = 0;
-  statistics.options_hash = agreement_hash(options_hash, memory.state->taken);
-  statistics.tokens = *memory.tokens;
-  *memory.tokens = 0;
+  std::int64_t* const message = reinterpret_cast<std::int64_t*>(memory.statistics.step);
+  const std::int64_t hash_at = &memory.statistics.step->options_hash - message;
+  const std::int64_t tokens_at = &memory.statistics.step->tokens - message;
+  const std::int64_t stride = static_cast<std::int64_t>(gridDim.x) * kThreads;
+  for (std::int64_t i = static_cast<std::int64_t>(blockIdx.x) * kThreads + threadIdx.x;
+       i < memory.statistics.elems; i += stride) {
+    message[i] = i == hash_at     ? agreement_hash(options_hash, memory.state->taken)
+                 : i == tokens_at ? *memory.tokens
+                                  : 0;
+    if (i == tokens_at) *memory.tokens = 0;
+  }
 }
 
 __global__ void add_tokens_kernel(std::int64_t* sum, std::int64_t count, const std::int64_t* counter) {
@@ -175,7 +322,7 @@ __global__ void add_tokens_kernel(std::int64_t* sum, std::int64_t count, const s
 __global__ void decide_kernel(StepMemory memory, StepOptions options) {
   release_next_launch();
   wait_for_former_launches();
-  advance(*memory.statistics, options, memory.table, *memory.state, memory.scalars, *memory.outcome);
+  advance(memory, options);
 }
 
 __global__ void __launch_bounds__(kThreads)
@@ -328,7 +475,8 @@ class CudaStepKernels final : public StepKernels {
         cut_tiles_(trainable.cut, frozen.cut, device, allocator_, setup.ref()),
         scale_chunks_(trainable.scales, frozen.scales, device, allocator_, setup.ref()),
         cut_bands_(tables.cut_bands, device, allocator_, setup.ref()),
-        grad_tiles_(grad_tiling(tables).all, device, allocator_, setup.ref()) {
+        grad_tiles_(grad_tiling(tables).all, device, allocator_, setup.ref()),
+        has_one_norm_(std::ranges::all_of(tables.segments, [](const auto& row) { return row.norm == 0; })) {
     synchronize(device, setup.ref());
     MXOPT_CHECK_LE(write_tiles_.count(true), std::numeric_limits<std::int32_t>::max());  // CTAs of a launch
     const DeviceGuard guard(device_.index);
@@ -336,7 +484,8 @@ class CudaStepKernels final : public StepKernels {
   }
 
   void open_statistics(const StepMemory& memory, std::int64_t options_hash, StreamRef stream) override {
-    launch(1, 1, stream, open_statistics_kernel, memory, options_hash);
+    launch(few_blocks((memory.statistics.elems + kThreads - 1) / kThreads), kThreads, stream,
+           open_statistics_kernel, memory, options_hash);
   }
 
   void add_tokens(std::int64_t* sum, std::int64_t count, const std::int64_t* counter,
@@ -344,14 +493,17 @@ class CudaStepKernels final : public StepKernels {
     launch(1, 1, stream, add_tokens_kernel, sum, count, counter);
   }
 
-  void grad_stats(StepStatistics& statistics, StreamRef stream) override {
+  void grad_stats(const StatisticsMemory& statistics, StreamRef stream) override {
     const std::int64_t tiles = grad_tiles_.size();
     const Pass pass = {segments_.data(), grad_tiles_.data(), nullptr, nullptr};
     const std::int64_t blocks = few_blocks((tiles + kWarps - 1) / kWarps);
+    const bool is_plain = has_one_norm_ && statistics.params == nullptr && !statistics.counts_zeros;
     if (grad_dtype_ == DType::kFp32) {
-      launch(blocks, kThreads, stream, grad_stats_kernel<float>, pass, tiles, &statistics);
+      launch(blocks, kThreads, stream, is_plain ? grad_stats_kernel<float> : detailed_stats_kernel<float>,
+             pass, tiles, statistics);
     } else {
-      launch(blocks, kThreads, stream, grad_stats_kernel<Bf16>, pass, tiles, &statistics);
+      launch(blocks, kThreads, stream, is_plain ? grad_stats_kernel<Bf16> : detailed_stats_kernel<Bf16>, pass,
+             tiles, statistics);
     }
   }
 
@@ -449,6 +601,7 @@ class CudaStepKernels final : public StepKernels {
   ScopedTable<ScaleChunk> scale_chunks_;
   DeviceTable<CutBandRow> cut_bands_;
   DeviceTable<Tile> grad_tiles_;
+  bool has_one_norm_;
   int processors_ = 0;
 };
 

@@ -275,6 +275,81 @@ MXOPT_HOST_CLONES bool add_squares(const void* grad, DType grad_dtype, std::int6
   return finite;
 }
 
+std::int64_t count_zeros(const void* grad, DType grad_dtype, std::int64_t offset, std::int64_t n) {
+  std::int64_t zeros = 0;
+  if (grad_dtype == DType::kFp32) {
+    const float* const g = static_cast<const float*>(grad) + offset;
+    for (std::int64_t i = 0; i < n; ++i) zeros += g[i] == 0 ? 1 : 0;
+  } else {
+    const Bf16* const g = static_cast<const Bf16*>(grad) + offset;
+    for (std::int64_t i = 0; i < n; ++i) zeros += (g[i].bits & 0x7FFFu) == 0 ? 1 : 0;
+  }
+  return zeros;
+}
+
+/// One thread's share of the statistics: its sums are kept while the runs belong together, and then added to
+/// what the threads share.
+class ThreadStatistics {
+ public:
+  explicit ThreadStatistics(const StatisticsMemory& shared) : shared_(shared) {}
+
+  /// The runs that follow are of this segment.
+  void begin(const SegmentRow& segment) {
+    if (segment_ != nullptr &&
+        (segment_->norm != segment.norm || (shared_.params != nullptr && segment_->param != segment.param))) {
+      flush();
+    }
+    segment_ = &segment;
+  }
+
+  /// Returns whether all gradients are finite.
+  bool add(const Tile& run, DType grad_dtype) {
+    const std::int64_t n = run.end - run.begin;
+    const bool is_finite = add_squares(segment_->grad, grad_dtype, run.begin, n, grad_.data());
+    normalize_sum(grad_.data());
+    if (!is_finite) ++nonfinite_grad_runs_;
+    if (shared_.counts_zeros && segment_->norm >= 0) {
+      zeros_ += count_zeros(segment_->grad, grad_dtype, run.begin, n);
+    }
+    if (shared_.params == nullptr) return is_finite;
+    if (!add_squares(segment_->master, DType::kFp32, run.begin, n, master_.data())) ++nonfinite_master_runs_;
+    normalize_sum(master_.data());
+    return is_finite;
+  }
+
+  void flush() {
+    if (segment_ == nullptr) return;
+    if (std::int64_t* const squares = shared_.squares_of(segment_->norm)) add_sum(squares, grad_);
+    add_number(shared_.step->nonfinite_runs, nonfinite_grad_runs_);
+    add_number(shared_.step->zero_grads, zeros_);
+    if (shared_.nonfinite_runs_of_rank != nullptr) {
+      add_number(*shared_.nonfinite_runs_of_rank, nonfinite_grad_runs_);
+    }
+    if (shared_.params != nullptr) {
+      ParamSums& param = shared_.params[segment_->param];
+      add_sum(param.grad.square_sum, grad_);
+      add_sum(param.master.square_sum, master_);
+      add_number(param.nonfinite_grad_runs, nonfinite_grad_runs_);
+      add_number(param.nonfinite_master_runs, nonfinite_master_runs_);
+    }
+    grad_ = master_ = {};
+    nonfinite_grad_runs_ = nonfinite_master_runs_ = zeros_ = 0;
+  }
+
+ private:
+  static void add_number(std::int64_t& to, std::int64_t number) {
+    if (number != 0) std::atomic_ref(to).fetch_add(number, std::memory_order_relaxed);
+  }
+  static void add_sum(std::int64_t* to, const ExactSum& sum) {
+    for (std::size_t k = 0; k < sum.size(); ++k) add_number(to[k], sum[k]);
+  }
+
+  const StatisticsMemory& shared_;
+  const SegmentRow* segment_ = nullptr;
+  ExactSum grad_ = {}, master_ = {};
+  std::int64_t nonfinite_grad_runs_ = 0, nonfinite_master_runs_ = 0, zeros_ = 0;
+};
+
 class HostStepKernels final : public StepKernels {
  public:
   explicit HostStepKernels(StepTables tables) : tables_(std::move(tables)) {
@@ -294,37 +369,37 @@ class HostStepKernels final : public StepKernels {
     }
   }
 
-  void grad_stats(StepStatistics& statistics, StreamRef) override {
+  void grad_stats(const StatisticsMemory& statistics, StreamRef) override {
     ++launches_;
-    ExactSum total = {};
-    std::ranges::copy(statistics.square_sum, total.begin());
     const auto count = static_cast<std::int64_t>(runs_.size());
-    std::int64_t bad_runs = 0;
-#pragma omp parallel reduction(+ : bad_runs)
+#pragma omp parallel
     {
-      ExactSum mine = {};
+      ThreadStatistics mine(statistics);
 #pragma omp for schedule(static)
       for (std::int64_t i = 0; i < count; ++i) {
         const Tile& run = runs_[static_cast<std::size_t>(i)];
         const SegmentRow& segment = tables_.segments[static_cast<std::size_t>(run.segment)];
-        if (!add_squares(segment.grad, tables_.grad_dtype, run.begin, run.end - run.begin, mine.data())) {
-          mark(segment, kStatusNonFiniteGradient);
-          ++bad_runs;
-        }
-        normalize_sum(mine.data());
+        mine.begin(segment);
+        if (!mine.add(run, tables_.grad_dtype)) mark(segment, kStatusNonFiniteGradient);
       }
-#pragma omp critical
-      for (std::size_t k = 0; k < total.size(); ++k) total[k] += mine[k];
+      mine.flush();
     }
-    normalize_sum(total.data());
-    std::ranges::copy(total, statistics.square_sum);
-    statistics.nonfinite_runs += bad_runs;
+    // So that sums over ranks fit.
+    normalize_sum(statistics.step->square_sum);
+    for (const SegmentRow& segment : tables_.segments) {
+      if (segment.norm > 0) normalize_sum(statistics.squares_of(segment.norm));
+      if (statistics.params == nullptr) continue;
+      normalize_sum(statistics.params[segment.param].grad.square_sum);
+      normalize_sum(statistics.params[segment.param].master.square_sum);
+    }
   }
 
   void open_statistics(const StepMemory& memory, std::int64_t options_hash, StreamRef) override {
-    *memory.statistics = StepStatistics{};
-    memory.statistics->options_hash = agreement_hash(options_hash, memory.state->taken);
-    memory.statistics->tokens = std::exchange(*memory.tokens, 0);
+    const StatisticsMemory& statistics = memory.statistics;
+    std::memset(static_cast<void*>(statistics.step), 0,
+                static_cast<std::size_t>(statistics.elems) * sizeof(std::int64_t));
+    statistics.step->options_hash = agreement_hash(options_hash, memory.state->taken);
+    statistics.step->tokens = std::exchange(*memory.tokens, 0);
   }
 
   void add_tokens(std::int64_t* sum, std::int64_t count, const std::int64_t* counter, StreamRef) override {
@@ -332,7 +407,7 @@ class HostStepKernels final : public StepKernels {
   }
 
   void decide(const StepMemory& memory, const StepOptions& options, StreamRef) override {
-    advance(*memory.statistics, options, memory.table, *memory.state, memory.scalars, *memory.outcome);
+    advance(memory, options);
   }
 
   void clear(std::span<std::uint8_t> bytes, const StepOutcome* outcome, StreamRef) override {

@@ -11,10 +11,18 @@
 
 namespace mxopt {
 
-enum class SkipReason { kNone, kNonFiniteGradient };
+enum class SkipReason { kNone, kNonFiniteGradient, kGradNorm };
 
 constexpr std::string_view skip_reason_name(SkipReason reason) {
-  return reason == SkipReason::kNone ? "none" : "non-finite gradient";
+  switch (reason) {
+    case SkipReason::kNone:
+      return "none";
+    case SkipReason::kNonFiniteGradient:
+      return "non-finite gradient";
+    case SkipReason::kGradNorm:
+      return "gradient norm above optimizer.skip_norm";
+  }
+  return "?";
 }
 
 /// Milliseconds of the phases of one step on this rank, as the host saw them: on devices, of enqueueing them.
@@ -26,6 +34,20 @@ struct PhaseTimes {
   double gather = 0;          // issuing the gathers; their waiting is in wait_param
 };
 
+/// A norm of its own, see optimizer.groups[].norm_group.
+struct NormRecord {
+  std::string name;
+  double grad_norm = 0;   // as StepRecord::grad_norm
+  float clip_factor = 1;  // as StepRecord::clip_factor
+};
+
+/// Norms of one param over the ranks that share its state: of a model-parallel rank's part of it.
+struct ParamNorm {
+  std::string name;
+  double grad_norm = 0;    // after unscaling and averaging, before clipping; NaN when not finite
+  double weight_norm = 0;  // of the masters before the step; NaN when not finite
+};
+
 struct StepRecord {
   bool taken = false;
   SkipReason skip_reason = SkipReason::kNone;
@@ -33,9 +55,14 @@ struct StepRecord {
   std::int64_t calls = 0;              // step() calls so far, this one included
   std::int64_t consecutive_skips = 0;  // this one included
   std::int64_t skipped_total = 0;
-  double grad_norm = 0;   // global, after unscaling and averaging; NaN when a gradient is not finite
-  float clip_factor = 1;  // what clipping multiplied the gradients by; 1 on a skipped step
-  double loss_scale = 1;  // used for this step's gradients
+  // Global, after unscaling and averaging, without the params of a separate norm; NaN when a gradient is not
+  // finite.
+  double grad_norm = 0;
+  float clip_factor = 1;                // what clipping multiplied the gradients by; 1 on a skipped step
+  std::vector<NormRecord> norm_groups;  // the separate norms, by their first group
+  std::int64_t zero_grads = -1;         // gradients that are 0; -1: optimizer.count_zeros is off
+  std::vector<ParamNorm> param_norms;   // in registration order; empty: optimizer.param_norms is off
+  double loss_scale = 1;                // used for this step's gradients
   double next_loss_scale = 1;
   std::int64_t tokens = 0;                             // of all ranks, with optimizer.grad_reduce tokens
   double lr = 0;                                       // of the schedule, before group multipliers
@@ -44,6 +71,9 @@ struct StepRecord {
   /// This rank's params with a NaN or infinity in a gradient before the reduction, in registration order;
   /// with optimizer.check_grads. A param that only nonfinite_gradient_params has became so in the reduction.
   std::vector<std::string> local_nonfinite_params;
+  // The first rank of the model-parallel group that has a non-finite gradient, and names its params in its
+  // own record; -1: none, or there is no such group.
+  int nonfinite_gradient_rank = -1;
   int launches = 0;  // kernel launches (host: parallel regions) of this rank's step
   PhaseTimes ms;     // this rank's
 };

@@ -8,7 +8,29 @@
 
 namespace mxopt {
 
-static_assert(std::is_trivially_copyable_v<StepOutcome>);
+static_assert(std::is_trivially_copyable_v<StepOutcome> && std::is_trivially_copyable_v<NormOutcome> &&
+              std::is_trivially_copyable_v<ParamSums>);
+
+namespace {
+
+/// Spans of the sizes of `shape`, back to back from `base` on; returns their end. What is aligned to 8 bytes
+/// comes first.
+std::uint8_t* lay_out(std::uint8_t* base, const StepReports::Result& shape, StepReports::Result& result) {
+  const auto take = [&](auto span) {
+    const decltype(span) taken(reinterpret_cast<decltype(span.data())>(base), span.size());
+    base += span.size_bytes();
+    return taken;
+  };
+  result.outcome = reinterpret_cast<const StepOutcome*>(base);
+  base += sizeof(StepOutcome);
+  result.norms = take(shape.norms);
+  result.params = take(shape.params);
+  result.status = take(shape.status);
+  result.local_status = take(shape.local_status);
+  return base;
+}
+
+}  // namespace
 
 class StepReports::Pending final : public StepReport::Source {
  public:
@@ -26,10 +48,8 @@ class StepReports::Pending final : public StepReport::Source {
     if (slot_ == nullptr) return;
     last_.wait();
     slot_->written.wait();
-    const auto& outcome = *reinterpret_cast<const StepOutcome*>(slot_->memory.data());
-    const std::span<const std::uint8_t> all = slot_->memory.as<std::uint8_t>();
     try {
-      owner_->complete_(record_, outcome, all.subspan(sizeof(StepOutcome)));
+      owner_->complete_(record_, slot_->result);
     } catch (const ContractError&) {
       problem_ = std::current_exception();
     }
@@ -52,13 +72,16 @@ class StepReports::Pending final : public StepReport::Source {
   std::exception_ptr problem_;
 };
 
-StepReports::StepReports(Device device, std::int64_t status_bytes, Complete complete)
-    : device_(device), status_bytes_(status_bytes), complete_(std::move(complete)) {
+StepReports::StepReports(Device device, const Result& shape, Complete complete)
+    : device_(device), complete_(std::move(complete)) {
   const auto allocator = pinned_allocator(device);
+  const auto bytes =
+      static_cast<std::int64_t>(sizeof(StepOutcome) + shape.norms.size_bytes() + shape.params.size_bytes() +
+                                shape.status.size_bytes() + shape.local_status.size_bytes());
   for (int i = 0; i < depth_of(device); ++i) {
-    slots_.push_back(
-        {Buffer(static_cast<std::int64_t>(sizeof(StepOutcome)) + status_bytes, Device{}, allocator),
-         Event(device), nullptr});
+    Slot slot = {Buffer(bytes, Device{}, allocator), {}, Event(device), nullptr};
+    lay_out(slot.memory.data(), shape, slot.result);
+    slots_.push_back(std::move(slot));
   }
 }
 
@@ -77,18 +100,19 @@ void StepReports::make_room() {
   oldest->read();
 }
 
-StepReport StepReports::add(StepRecord record, const StepOutcome* outcome,
-                            std::span<const std::uint8_t> status, std::span<const std::uint8_t> local_status,
-                            Work last, StreamRef stream) {
-  const auto bytes = static_cast<std::int64_t>(status.size());
-  const auto local_bytes = static_cast<std::int64_t>(local_status.size());
-  MXOPT_CHECK_EQ(bytes + local_bytes, status_bytes_);
+StepReport StepReports::add(StepRecord record, const Result& result, Work last, StreamRef stream) {
   Slot& slot = slots_[next_];
   next_ = (next_ + 1) % slots_.size();
-  copy_bytes(slot.memory.data(), outcome, sizeof(StepOutcome), device_, stream);
-  copy_bytes(slot.memory.data() + sizeof(StepOutcome), status.data(), bytes, device_, stream);
-  copy_bytes(slot.memory.data() + sizeof(StepOutcome) + bytes, local_status.data(), local_bytes, device_,
-             stream);
+  const auto receive = [&](auto to, auto from) {
+    MXOPT_CHECK_EQ(from.size(), to.size());
+    copy_bytes(const_cast<void*>(static_cast<const void*>(to.data())), from.data(),
+               static_cast<std::int64_t>(from.size_bytes()), device_, stream);
+  };
+  receive(std::span(slot.result.outcome, 1), std::span(result.outcome, 1));
+  receive(slot.result.norms, result.norms);
+  receive(slot.result.params, result.params);
+  receive(slot.result.status, result.status);
+  receive(slot.result.local_status, result.local_status);
   slot.written.record(stream);
   slot.pending = std::make_shared<Pending>(std::move(record), slot, std::move(last), *this);
   return StepReport(slot.pending);

@@ -16,15 +16,22 @@ namespace mxopt {
 
 class StepReports {
  public:
+  /// What comes back from a step beside the record.
+  struct Result {
+    const StepOutcome* outcome = nullptr;
+    std::span<const NormOutcome> norms;
+    std::span<const ParamSums> params;
+    std::span<const std::uint8_t> status;
+    std::span<const std::uint8_t> local_status;  // see GradSync
+  };
   /// Completes a record from what came back; throws ContractError for what the trainer must not miss.
-  using Complete = std::function<void(StepRecord& record, const StepOutcome& outcome,
-                                      std::span<const std::uint8_t> status)>;
+  using Complete = std::function<void(StepRecord& record, const Result& result)>;
 
   /// Steps that may be under way before a call waits for the oldest: 8 on devices, none on the host.
   static int depth_of(Device device) { return device.kind == DeviceKind::kHost ? 1 : 8; }
 
-  /// status_bytes  of the params, behind each outcome.
-  StepReports(Device device, std::int64_t status_bytes, Complete complete);
+  /// shape  of every step's result: only the sizes of its spans matter.
+  StepReports(Device device, const Result& shape, Complete complete);
   /// Reports that are held and not complete say that the optimizer is gone.
   ~StepReports();
   StepReports(const StepReports&) = delete;
@@ -34,11 +41,10 @@ class StepReports {
   /// sees the same steps here, in the same call.
   void make_room();
 
-  /// Enqueues the copies of `outcome`, `status` and `local_status`.
+  /// Enqueues the copies of `result`.
   /// last  a call whose end means that no peer is missing; it is waited for first, for the sake of its
   /// deadline.
-  StepReport add(StepRecord record, const StepOutcome* outcome, std::span<const std::uint8_t> status,
-                 std::span<const std::uint8_t> local_status, Work last, StreamRef stream);
+  StepReport add(StepRecord record, const Result& result, Work last, StreamRef stream);
 
   /// Completes all reports; what they found is thrown when they are read.
   void settle();
@@ -46,13 +52,13 @@ class StepReports {
  private:
   class Pending;
   struct Slot {
-    Buffer memory;  // host memory that the device reaches: StepOutcome, then the status bytes
+    Buffer memory;  // host memory that the device reaches, where `result` lies
+    Result result;
     Event written;
     std::shared_ptr<Pending> pending;
   };
 
   Device device_;
-  std::int64_t status_bytes_;
   Complete complete_;
   std::vector<Slot> slots_;
   std::size_t next_ = 0;

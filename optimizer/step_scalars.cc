@@ -8,6 +8,9 @@ namespace mxopt {
 
 namespace {
 
+template <class T>
+constexpr std::int64_t kElemsOf = sizeof(T) / sizeof(std::int64_t);
+
 /// Hands out pieces of one buffer, each aligned to 128 bytes.
 class Pieces {
  public:
@@ -26,11 +29,27 @@ class Pieces {
 }  // namespace
 
 StepScalars::StepScalars(int groups, std::int64_t steps, const StepState& initial, Device device,
-                         std::shared_ptr<Allocator> allocator)
+                         std::shared_ptr<Allocator> allocator, const StatisticsLayout& layout)
     : device_(device) {
+  const auto norms = static_cast<std::int64_t>(layout.separate_max_norms.size());
+  StatisticsMemory& statistics = memory_.statistics;
+  common_elems_ = kStatisticsElems + layout.model_parallel_ranks + norms * kElemsOf<NormSum>;
+  statistics.elems = common_elems_ + layout.params * kElemsOf<ParamSums>;
+  statistics.counts_zeros = layout.counts_zeros;
+  double* max_norms = nullptr;
   const auto lay_out = [&](std::uint8_t* base) {
     Pieces pieces;
-    memory_.statistics = pieces.take<StepStatistics>(base, 1);
+    std::int64_t* const message = pieces.take<std::int64_t>(base, statistics.elems);
+    statistics.step = reinterpret_cast<StepStatistics*>(message);
+    std::int64_t* const of_ranks = message + kStatisticsElems;
+    if (layout.model_parallel_ranks > 0) {
+      memory_.nonfinite_runs_of_ranks = of_ranks;
+      statistics.nonfinite_runs_of_rank = of_ranks + layout.model_parallel_rank;
+    }
+    statistics.norms = reinterpret_cast<NormSum*>(of_ranks + layout.model_parallel_ranks);
+    if (layout.params > 0) statistics.params = reinterpret_cast<ParamSums*>(message + common_elems_);
+    memory_.norms = {statistics.norms, max_norms = pieces.take<double>(base, norms),
+                     pieces.take<NormOutcome>(base, norms), static_cast<int>(norms)};
     memory_.state = pieces.take<StepState>(base, 1);
     memory_.outcome = pieces.take<StepOutcome>(base, 1);
     memory_.tokens = pieces.take<std::int64_t>(base, 1);
@@ -42,9 +61,12 @@ StepScalars::StepScalars(int groups, std::int64_t steps, const StepState& initia
   };
   buffer_ = Buffer(lay_out(nullptr), device, std::move(allocator));
   lay_out(buffer_.data());
+  param_sums_ = {statistics.params, static_cast<std::size_t>(layout.params)};
   memory_.table.steps = steps;
   const Stream setup(device);
   copy_bytes(memory_.state, &initial, sizeof(initial), device_, setup.ref());
+  copy_bytes(max_norms, layout.separate_max_norms.data(), norms * static_cast<std::int64_t>(sizeof(double)),
+             device_, setup.ref());
   synchronize(device_, setup.ref());
 }
 

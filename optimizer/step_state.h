@@ -25,14 +25,16 @@ struct StepState {
 
 /// What the host tells a step. Changes take effect at the next one.
 struct StepOptions {
-  double max_norm = 0;  // 0: no clipping
+  double max_norm = 0;   // of the common norm; 0: no clipping
+  double skip_norm = 0;  // 0: no limit
   bool decoupled = true;
   LossScaleKind loss_scale_kind = LossScaleKind::kNone;
   double min_loss_scale = 1;
   std::int64_t growth_interval = 1;
   std::int64_t hysteresis = 1;
-  std::int64_t hash = 0;  // of what the user may change between steps
-  int world_size = 1;
+  std::int64_t hash = 0;         // of what the user may change between steps
+  int world_size = 1;            // ranks whose statistics are added
+  int model_parallel_ranks = 0;  // 0: no such group
   bool divides_by_tokens = false;
   int groups = 0;
 };
@@ -40,6 +42,7 @@ struct StepOptions {
 struct GroupConstants {
   double betas[2] = {0, 0};
   double eps = 0;
+  int norm = 0;  // 0: the common one, i: separate norm i - 1
 };
 
 /// Hyper-parameters of the groups, in the optimizer's memory. Those of a schedule are there for each of the
@@ -67,11 +70,58 @@ struct StepOutcome {
   bool options_differ = false;   // ranks were told different things
   bool is_step_missing = false;  // the table of the groups ends before this step
   StepState after;
+  SkipReason skip_reason = SkipReason::kNone;
   double loss_scale = 1;    // used for this step's gradients
   std::int64_t tokens = 0;  // of all ranks; 0 where nobody counts them
   double grad_norm = 0;
   float clip_factor = 1;
+  std::int64_t zero_grads = 0;
+  int nonfinite_rank = -1;  // the first of the model-parallel group; -1: none
 };
+
+/// What is reported of one param on request: exact sums over its ranks.
+struct ParamSums {
+  NormSum grad, master;
+  std::int64_t nonfinite_grad_runs = 0, nonfinite_master_runs = 0;
+};
+
+/// What of a step's statistics the passes write. All of it is one message, `elems` int64 from `step` on.
+struct StatisticsMemory {
+  StatisticsMemory() = default;
+  /// The head alone.
+  StatisticsMemory(StepStatistics& head) : step(&head), elems(kStatisticsElems) {}
+
+  /// Where the squares of a segment's gradients go; null: nowhere.
+  /// norm  see SegmentRow.
+  MXOPT_HD std::int64_t* squares_of(int norm) const {
+    if (norm < 0) return nullptr;
+    return norm == 0 ? step->square_sum : norms[norm - 1].square_sum;
+  }
+
+  StepStatistics* step = nullptr;
+  std::int64_t* nonfinite_runs_of_rank = nullptr;  // this rank's in the model-parallel group; may be null
+  NormSum* norms = nullptr;                        // [separate norms]
+  ParamSums* params = nullptr;                     // [params]; null: not wanted
+  bool counts_zeros = false;
+  std::int64_t elems = 0;
+};
+
+/// Where a step's scalars live: all in the memory of the kernels' device.
+struct StepMemory {
+  StatisticsMemory statistics;
+  const std::int64_t* nonfinite_runs_of_ranks = nullptr;  // [model-parallel ranks]
+  SeparateNorms norms;
+  StepState* state = nullptr;
+  StepOutcome* outcome = nullptr;
+  AdamScalars* scalars = nullptr;  // [groups]
+  std::int64_t* tokens = nullptr;  // counted by this rank since the last step
+  GroupTable table;
+};
+
+/// What gradients are divided by, where they are sums over tokens: those of no tokens are zero.
+MXOPT_HD std::int64_t counted(std::int64_t tokens) {
+  return tokens > 1 ? tokens : 1;
+}
 
 /// What a rank adds to the statistics: equal sums mean that every rank was told the same and took the same
 /// steps. Why mixed: counts themselves could differ and still have the sum of equal ones.
@@ -83,32 +133,43 @@ MXOPT_HD std::int64_t agreement_hash(std::int64_t options_hash, std::int64_t tak
   return static_cast<std::int64_t>(x ^ x >> 31);
 }
 
-/// From reduced statistics to the decision, the groups' scalars for fused_update, and the next state.
-/// scalars  [options.groups]; written only when the step is taken.
-MXOPT_HD void advance(StepStatistics& reduced, const StepOptions& options, const GroupTable& table,
-                      StepState& state, AdamScalars* scalars, StepOutcome& outcome) {
+/// From reduced statistics to the decision, the groups' scalars for fused_update, and the next state. The
+/// scalars are written only when the step is taken. A step that is skipped for its norm has not overflowed:
+/// for the loss scale it is a clean one.
+MXOPT_HD void advance(const StepMemory& memory, const StepOptions& options) {
+  StepStatistics& reduced = *memory.statistics.step;
+  const GroupTable& table = memory.table;
+  StepState& state = *memory.state;
+  StepOutcome& outcome = *memory.outcome;
   // The sum of equal numbers over ranks, modulo 2^64.
   outcome.options_differ = static_cast<std::uint64_t>(reduced.options_hash) !=
                            static_cast<std::uint64_t>(options.world_size) *
                                static_cast<std::uint64_t>(agreement_hash(options.hash, state.taken));
   outcome.is_step_missing = !table.has_step(state.taken + 1);
   const bool is_void = outcome.options_differ || outcome.is_step_missing;
-  // The gradients of no tokens are zero.
-  const std::int64_t tokens = options.divides_by_tokens && reduced.tokens > 1 ? reduced.tokens : 1;
-  const double divisor = state.loss_scale.scale * static_cast<double>(tokens);
-  const StepDecision decision = decide(reduced, divisor, options.max_norm);
+  // Model-parallel ranks see the same tokens, and each of them has counted them.
+  outcome.tokens = reduced.tokens / (options.model_parallel_ranks > 1 ? options.model_parallel_ranks : 1);
+  const double divisor =
+      state.loss_scale.scale * static_cast<double>(options.divides_by_tokens ? counted(outcome.tokens) : 1);
+  const StepDecision decision = decide(reduced, divisor, options.max_norm, options.skip_norm, memory.norms);
   outcome.taken = decision.take && !is_void;
+  outcome.skip_reason = decision.skip_reason;
+  outcome.zero_grads = reduced.zero_grads;
+  outcome.nonfinite_rank = -1;
+  for (int rank = options.model_parallel_ranks - 1; rank >= 0; --rank) {
+    if (memory.nonfinite_runs_of_ranks[rank] != 0) outcome.nonfinite_rank = rank;
+  }
   outcome.grad_norm = decision.grad_norm;
   outcome.clip_factor = decision.clip_factor;
   outcome.loss_scale = state.loss_scale.scale;
-  outcome.tokens = reduced.tokens;
 
   if (!is_void) {
     ++state.calls;
     state.consecutive_skips = decision.take ? 0 : state.consecutive_skips + 1;
     state.skipped_total += decision.take ? 0 : 1;
     state.taken += decision.take ? 1 : 0;
-    state.loss_scale = next_loss_scale(state.loss_scale, !decision.take, options.loss_scale_kind,
+    const bool overflow = decision.skip_reason == SkipReason::kNonFiniteGradient;
+    state.loss_scale = next_loss_scale(state.loss_scale, overflow, options.loss_scale_kind,
                                        options.min_loss_scale, options.growth_interval, options.hysteresis);
     state.loss_factor = static_cast<float>(state.loss_scale.scale);
   }
@@ -128,9 +189,10 @@ MXOPT_HD void advance(StepStatistics& reduced, const StepOptions& options, const
     const std::int64_t at = table.index_of(group, state.taken);
     s.lr = table.lr[at];
     s.weight_decay = table.weight_decay[at];
-    s.grad_factor = decision.grad_factor;
+    s.grad_factor =
+        constants.norm == 0 ? decision.grad_factor : memory.norms.outcomes[constants.norm - 1].grad_factor;
     s.decoupled = options.decoupled;
-    scalars[group] = s;
+    memory.scalars[group] = s;
   }
 }
 

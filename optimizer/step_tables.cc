@@ -3,7 +3,7 @@
 namespace mxopt {
 
 StepTables make_step_tables(const Layout& layout, const ParamStorage& storage, const ParamSync& sync,
-                            std::span<const int> group_of, int rank) {
+                            std::span<const int> group_of, int rank, std::span<const int> norm_of) {
   StepTables tables;
   tables.grad_dtype = storage.grad_dtype();
   tables.peers = sync.peers();
@@ -19,6 +19,8 @@ StepTables make_step_tables(const Layout& layout, const ParamStorage& storage, c
     row.master = storage.master(segment.bucket) + offset;
     row.status = sync.status().data() + segment.param;
     row.group = group_of[static_cast<std::size_t>(segment.param)];
+    row.norm = norm_of.empty() ? 0 : norm_of[static_cast<std::size_t>(segment.param)];
+    row.param = segment.param;
     if (!param.family.frozen) {
       row.exp_avg = storage.exp_avg(segment.bucket) + offset;
       row.exp_avg_sq = storage.exp_avg_sq(segment.bucket) + offset;

@@ -13,8 +13,9 @@ namespace mxopt {
 /// One row for each segment of `rank`, in order.
 ///
 /// group_of  [params] index of the param's group of hyper-parameters.
+/// norm_of   [params] the norm that its gradients are in, see SegmentRow; empty: all in the common one.
 /// The pointers are those of `storage`, and of the staging of `sync` where writeback goes there.
 StepTables make_step_tables(const Layout& layout, const ParamStorage& storage, const ParamSync& sync,
-                            std::span<const int> group_of, int rank);
+                            std::span<const int> group_of, int rank, std::span<const int> norm_of = {});
 
 }  // namespace mxopt

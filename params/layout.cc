@@ -39,6 +39,26 @@ std::string nearest_hint(std::string_view name, std::span<const std::string_view
   return nearest.empty() ? std::string() : ", the nearest name is '" + std::string(nearest) + "'";
 }
 
+bool has_space_or_control(std::string_view text) {
+  return std::ranges::any_of(text, [](unsigned char c) { return c <= ' ' || c == 0x7F; });
+}
+
+/// What is wrong with a duplicate_key. keys: those of the params before, with their names.
+void add_duplicate_problem(const ParamSpec& spec, std::unordered_map<std::string, std::string>& keys,
+                           std::vector<std::string>& problems) {
+  if (spec.duplicate_key.empty()) return;
+  const std::string subject = "param '" + spec.name + "': duplicate_key '" + spec.duplicate_key + "' ";
+  if (has_space_or_control(spec.duplicate_key)) {
+    problems.push_back(subject + "must not contain white space or control characters");
+  }
+  if (!spec.tied_to.empty()) {
+    problems.push_back(subject + "has no meaning beside tied_to; give it to '" + spec.tied_to + "'");
+  }
+  const auto [first, is_new] = keys.emplace(spec.duplicate_key, spec.name);
+  if (is_new) return;
+  problems.push_back(subject + "is that of '" + first->second + "' too; copies on one rank are tied_to it");
+}
+
 /// The problem of one shape, empty when it is fine.
 std::string shape_problem(const ParamSpec& spec) {
   if (spec.shape.empty()) return "shape has no dims; allowed: rank >= 1";
@@ -87,10 +107,11 @@ Layout::Layout(std::vector<ParamSpec> specs, LayoutOptions options) : options_(o
 void Layout::resolve(std::vector<ParamSpec> specs) {
   std::vector<std::string> problems;
   std::vector<std::string_view> names;
+  std::unordered_map<std::string, std::string> keys;
   std::int64_t total_elems = 0;
   for (const ParamSpec& spec : specs) {
     if (spec.name.empty()) problems.push_back("a param has an empty name");
-    if (std::ranges::any_of(spec.name, [](unsigned char c) { return c <= ' ' || c == 0x7F; })) {
+    if (has_space_or_control(spec.name)) {
       problems.push_back("param '" + spec.name +
                          "': names must not contain white space or control characters");
     }
@@ -100,6 +121,7 @@ void Layout::resolve(std::vector<ParamSpec> specs) {
       problems.push_back("param '" + spec.name +
                          "' is registered twice; to share storage, use another name and tied_to");
     }
+    add_duplicate_problem(spec, keys, problems);
     const std::string problem = shape_problem(spec);
     if (!problem.empty()) problems.push_back("param '" + spec.name + "': " + problem);
     if (problem.empty() && total_elems <= kMaxElems) total_elems += product(spec.shape);
@@ -114,6 +136,7 @@ void Layout::resolve(std::vector<ParamSpec> specs) {
     param.cols = param.shape.back();
     param.rows = product(std::span(param.shape).first(param.shape.size() - 1));
     param.grad_mode = spec.grad_mode;
+    param.duplicate_key = std::move(spec.duplicate_key);
     param.family.frozen = spec.frozen;
     param.family.format = spec.format.value_or(options_.default_format);
     const std::string subject = "param '" + param.name + "' (shape " + shape_text(param.shape) + ")";
@@ -412,6 +435,7 @@ std::vector<LayoutField> Layout::fields() const {
     if (param.family.format == ParamFormat::kMxfp8) params << ' ' << storage_name(param.family.storage);
     if (param.grad_mode == GradMode::kOverwrite) params << " overwrite";
     if (param.family.frozen) params << " frozen";
+    if (!param.duplicate_key.empty()) params << " duplicate_key " << param.duplicate_key;
     if (param.tied_to >= 0) params << " tied_to " << this->param(param.tied_to).name;
     params << '\n';
   }

@@ -51,6 +51,7 @@ struct ParamLayout {
   int tied_to = -1;  // index of the param whose storage this one shares; -1: its own
   int bucket = -1;   // the target's, when tied
   std::int64_t bucket_begin = 0;
+  std::string duplicate_key;    // see ParamSpec
   std::string fallback_reason;  // why an MXFP8 request became bf16; empty when it did not
   // Byte offsets and sizes in the scale arena; MXFP8 params only, 0 bytes for a plane that does not exist.
   std::int64_t row_scales_begin = 0, row_scales_bytes = 0;

@@ -57,6 +57,9 @@ struct ParamSpec {
   GradMode grad_mode = GradMode::kAccumulate;
   std::string tied_to;  // name of the param whose storage this one shares; empty: its own storage
   bool frozen = false;  // planes and master, but no gradient, no moments and no update
+  // Model-parallel ranks hold copies of one param with equal gradients under this key, whatever its names: in
+  // norms and counts it is there once. Empty: no copies.
+  std::string duplicate_key = {};
 };
 
 }  // namespace mxopt

@@ -196,7 +196,7 @@ class StepParts {
          [this, &memory] {
            sync_.open(stream_);
            kernels_->open_statistics(memory, 0, stream_);
-           kernels_->grad_stats(*memory.statistics, stream_);
+           kernels_->grad_stats(memory.statistics, stream_);
            comm_.all_reduce(scalars_.statistics(), ReduceOp::kSum, Traffic::kStatistics, stream_)
                .join(stream_);
            kernels_->decide(memory, step_options(), stream_);

@@ -14,17 +14,23 @@ constexpr Device kCuda{DeviceKind::kCuda, 0};
 
 TEST(CapturedStep, ReplaysGiveTheFactsOfTheHost) {
   MXOPT_SKIP_WITHOUT(kCuda);
-  test::Scenario scenario = test::for_replays({});
-  scenario.config.schedule.kind = ScheduleKind::kLinear;
-  scenario.config.schedule.decay_steps = 12;
-  const test::Facts expected = test::run_world(1, scenario);
-  scenario.config.optimizer.check_grads = true;
-  const Stream stream(kCuda);
-  SelfCommunicator comm(kCuda), side;
-  DistributedAdam opt(scenario.specs, scenario.config, comm, kCuda);
-  EXPECT_TRUE(test::same_facts(
-      expected, test::run_captured_scenario(opt, side, scenario, 0, 1, {kCuda, stream.ref()})));
-  EXPECT_EQ(opt.steps_taken(), 17);
+  for (const Config& config : {test::mixed_config(), test::norms_config()}) {
+    test::Scenario scenario = test::for_replays({});
+    scenario.config = config;
+    scenario.config.schedule.kind = ScheduleKind::kLinear;
+    scenario.config.schedule.decay_steps = 12;
+    std::int64_t taken = 0;
+    const test::Facts expected =
+        test::run_world(1, scenario, [&](const test::StepContext& now) { taken = now.record.step; });
+    scenario.config.optimizer.check_grads = true;
+    const Stream stream(kCuda);
+    SelfCommunicator comm(kCuda), side;
+    DistributedAdam opt(scenario.specs, scenario.config, comm, kCuda);
+    EXPECT_TRUE(test::same_facts(
+        expected, test::run_captured_scenario(opt, side, scenario, 0, 1, {kCuda, stream.ref()})));
+    EXPECT_EQ(opt.steps_taken(), taken);
+    EXPECT_EQ(taken == 17, config.optimizer.skip_norm == 0);
+  }
 }
 
 TEST(CapturedStep, ReplaysDivideByTheTokensThatAreCountedWhenTheyRun) {

@@ -89,6 +89,9 @@ TEST_F(ConfigFile, EmptyMapGivesTheDefaults) {
   EXPECT_EQ(config.optimizer.weight_decay, 0.1);
   EXPECT_FALSE(config.optimizer.decay_1d);
   EXPECT_EQ(config.optimizer.clip_grad, 1.0);
+  EXPECT_EQ(config.optimizer.skip_norm, 0);
+  EXPECT_FALSE(config.optimizer.param_norms);
+  EXPECT_FALSE(config.optimizer.count_zeros);
   EXPECT_EQ(config.optimizer.grad_dtype, DType::kFp32);
   EXPECT_EQ(config.optimizer.grad_reduce, GradReduce::kAverage);
   EXPECT_FALSE(config.optimizer.check_grads);
@@ -134,6 +137,9 @@ optimizer:
   weight_decay: 0
   decay_1d: true
   clip_grad: 0.5
+  skip_norm: 80
+  param_norms: true
+  count_zeros: true
   grad_dtype: bf16
   grad_reduce: tokens
   check_grads: true
@@ -159,6 +165,8 @@ optimizer:
       weight_decay: 0.01
       betas: [0.7, 0.9]
       eps: 1e-7
+      norm_group: heads
+      clip_grad: 0.25
 precision:
   weights: bf16
   storage: row
@@ -193,6 +201,9 @@ TEST_F(ConfigFile, EveryKeyReachesItsField) {
   EXPECT_EQ(config.optimizer.weight_decay, 0);
   EXPECT_TRUE(config.optimizer.decay_1d);
   EXPECT_EQ(config.optimizer.clip_grad, 0.5);
+  EXPECT_EQ(config.optimizer.skip_norm, 80);
+  EXPECT_TRUE(config.optimizer.param_norms);
+  EXPECT_TRUE(config.optimizer.count_zeros);
   EXPECT_EQ(config.optimizer.grad_dtype, DType::kBf16);
   EXPECT_EQ(config.optimizer.grad_reduce, GradReduce::kTokens);
   EXPECT_TRUE(config.optimizer.check_grads);
@@ -220,6 +231,8 @@ TEST_F(ConfigFile, EveryKeyReachesItsField) {
   EXPECT_EQ(head.weight_decay, 0.01);
   EXPECT_EQ(head.betas, (std::array<double, 2>{0.7, 0.9}));
   EXPECT_EQ(head.eps, 1e-7);
+  EXPECT_EQ(head.norm_group, "heads");
+  EXPECT_EQ(head.clip_grad, 0.25);
   EXPECT_EQ(config.precision.weights, ParamFormat::kBf16);
   EXPECT_EQ(config.precision.storage, StorageChoice::kRow);
   EXPECT_EQ(config.precision.backward_override, BackwardOverride::kDequantized);
@@ -252,7 +265,7 @@ TEST_F(ConfigFile, WhatItPrintsLoadsBack) {
   EXPECT_TRUE(contains(printed, "\n  lr: 0.002  # --set\n"));
   EXPECT_TRUE(contains(printed, "\n  eps: 1e-06  # run.yaml:6:8\n"));
   EXPECT_TRUE(contains(printed,
-                       "\n    - match: \"embed*\"  # run.yaml:26:14\n      ndim: 0  # default\n"
+                       "\n    - match: \"embed*\"  # run.yaml:29:14\n      ndim: 0  # default\n"
                        "      name: \"embed*\"  # default\n      lr: inherit  # default\n"));
 
   Config again;
@@ -281,6 +294,9 @@ TEST_F(ConfigFile, EveryKeyRefusesABadValue) {
       {"optimizer.weight_decay", "-0.1"},
       {"optimizer.decay_1d", "1"},
       {"optimizer.clip_grad", "-1"},
+      {"optimizer.skip_norm", "-1"},
+      {"optimizer.param_norms", "1"},
+      {"optimizer.count_zeros", "'true'"},
       {"optimizer.grad_dtype", "fp16"},
       {"optimizer.grad_reduce", "mean"},
       {"optimizer.check_grads", "1"},
@@ -301,6 +317,8 @@ TEST_F(ConfigFile, EveryKeyRefusesABadValue) {
       {"optimizer.groups[].weight_decay", "-0.1"},
       {"optimizer.groups[].betas", "[0.9, 1.0]"},
       {"optimizer.groups[].eps", "'inherit'"},
+      {"optimizer.groups[].norm_group", "[a]"},
+      {"optimizer.groups[].clip_grad", "-1"},
       {"optimizer.groups[].lr_mult", "-1"},
       {"optimizer.groups[].weight_decay_mult", ".inf"},
       {"precision.weights", "nvfp4"},
@@ -379,9 +397,8 @@ TEST_F(ConfigFile, BadConfigurationsPrintExactlyThis) {
        "run.yaml:2:10: `optimizer.betas` is 0.9; allowed: list of 2 numbers in [0, 1)"},
       {"optimizer:\n  - lr: 1\n",
        "run.yaml:2:3: `optimizer` is a list; allowed: a map with the keys kind, lr, betas, eps, "
-       "weight_decay, decay_1d, clip_grad, "
-       "grad_dtype, grad_reduce, check_grads, state_dtype, bucket_elems, max_consecutive_skips, loss_scale, "
-       "groups"},
+       "weight_decay, decay_1d, clip_grad, skip_norm, param_norms, count_zeros, "
+       "grad_dtype, state_dtype, bucket_elems, max_consecutive_skips, loss_scale, groups"},
       {"optimizer:\n  loss_scale: dynamic\n",
        "run.yaml:2:15: `optimizer.loss_scale` is dynamic; allowed: a map with the keys kind, initial, min, "
        "growth_interval, hysteresis"},
@@ -430,6 +447,12 @@ TEST_F(ConfigFile, BadConfigurationsPrintExactlyThis) {
       {"optimizer: {loss_scale: {kind: dynamic, min: 1e6}}\n",
        "default: `optimizer.loss_scale.initial` is 65536; allowed: at least `optimizer.loss_scale.min`, "
        "1e+06"},
+      {"optimizer: {groups: [{match: a, clip_grad: 2}, {match: b, norm_group: n}, {match: c, norm_group: n, "
+       "clip_grad: 2}]}\n",
+       "run.yaml:1:44: `optimizer.groups[0].clip_grad` is 2; allowed: inherit without norm_group\n"
+       "run.yaml:1:112: `optimizer.groups[2].clip_grad` is 2; allowed: 1, as in the first group of "
+       "norm_group "
+       "'n'"},
       {"optimizer: {groups: [{match: a}, {match: a}, {match: b, name: a}, {match: c, name: default}]}\n",
        "run.yaml:1:42: `optimizer.groups[1].match` is a; allowed: a pattern of its own; an earlier group has "
        "this one and "

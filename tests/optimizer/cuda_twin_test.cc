@@ -114,6 +114,32 @@ TEST_F(CudaTwin, ManyTinyParams) {
   expect_twin(std::move(specs), {1, 2}, DType::kBf16);
 }
 
+// More tiles than the warps of a device: a warp has several of one param, or of several ones.
+TEST_F(CudaTwin, StatisticsOfManyTilesAreThoseOfTheHost) {
+  for (const DType grad_dtype : {DType::kFp32, DType::kBf16}) {
+    Scenario scenario;
+    scenario.specs = {spec("a", {11'000'003}), spec("b", {64}), spec("c.x", {9'000'000}),
+                      spec("c.y", {100'000}), spec("d", {24'000'001})};
+    for (int i = 0; i < 3000; ++i) scenario.specs.push_back(spec("e" + std::to_string(i), {1 + i % 200}));
+    scenario.config = Config();
+    OptimizerConfig& optimizer = scenario.config.optimizer;
+    optimizer.grad_dtype = grad_dtype;
+    optimizer.groups.resize(2);
+    optimizer.groups[0].match = "c.*";
+    optimizer.groups[0].norm_group = "first";
+    optimizer.groups[1].match = "e*7";
+    optimizer.groups[1].norm_group = "second";
+    scenario.steps = 1;
+    scenario.with_changes = false;
+    scenario.digest_after = {0};
+    scenario.threads = 8;
+    for (const bool with_details : {false, true}) {
+      optimizer.param_norms = optimizer.count_zeros = with_details;
+      EXPECT_TRUE(same_facts(run_world(1, scenario), run_world(1, scenario, {}, kCuda)));
+    }
+  }
+}
+
 // Kernels of a step may begin while the one in front of them still runs.
 TEST_F(CudaTwin, StepsBackToBackWithoutAWaitGiveTheStateOfTheHost) {
   Scenario scenario;

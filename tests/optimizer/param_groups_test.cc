@@ -157,6 +157,35 @@ TEST(ParamGroups, ParamsOfOneDimensionHaveAPartWithoutDecay) {
   EXPECT_TRUE(decaying.groups[1].has_decay);
 }
 
+TEST(ParamGroups, GroupsThatNameANormShareIt) {
+  const Layout layout = layout_of({"a", "b", "c", "d"});
+  std::vector<GroupConfig> configs(4);
+  for (std::size_t i = 0; i < configs.size(); ++i) configs[i].match = std::string(1, "abcd"[i]);
+  configs[0].norm_group = configs[3].norm_group = "first";
+  configs[0].clip_grad = configs[3].clip_grad = 0.25;
+  configs[2].norm_group = "second";
+  Config config = config_with(configs);
+  config.optimizer.clip_grad = 3;
+  const ParamGroups groups = make_param_groups(config, layout.params());
+  ASSERT_EQ(groups.norms.size(), 3U);
+  EXPECT_EQ(groups.norms[0].max_norm, 3);
+  EXPECT_EQ(groups.norms[1].name, "first");
+  EXPECT_EQ(groups.norms[1].max_norm, 0.25);
+  EXPECT_EQ(groups.norms[2].name, "second");
+  EXPECT_EQ(groups.norms[2].max_norm, 3);
+  const int expected[] = {0, 1, 0, 2, 1};
+  for (std::size_t i = 0; i < std::size(expected); ++i) EXPECT_EQ(groups.groups[i].norm, expected[i]) << i;
+}
+
+TEST(ParamGroups, APatternNeedNotMatchWhereThatIsSaid) {
+  const Layout layout = layout_of({"a"});
+  const ParamGroups groups =
+      make_param_groups(config_with({{"a", "first", 1, 1}, {"b", "", 1, 1}}), layout.params(), true);
+  EXPECT_TRUE(groups.groups[0].is_matched);
+  EXPECT_TRUE(groups.groups[1].is_matched);
+  EXPECT_FALSE(groups.groups[2].is_matched);
+}
+
 TEST(ParamGroups, APatternWithoutAParamIsAnError) {
   const Layout layout = layout_of({"layer0.norm", "head"});
   const std::string text = thrown_message<ConfigError>([&] {

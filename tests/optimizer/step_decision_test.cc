@@ -69,6 +69,73 @@ TEST(StepDecision, ANonFiniteGradientSkipsAndMultipliesIntoNothing) {
   EXPECT_EQ(decision.grad_factor, 1);
 }
 
+TEST(StepDecision, ANormAboveItsLimitSkipsAndIsTold) {
+  for (const double norm : {0.0, 7.999, 8.0, 8.001, 1e30}) {
+    StepStatistics statistics = statistics_of(norm * norm);
+    const StepDecision decision = decide(statistics, 1, 1, 8);
+    EXPECT_EQ(decision.take, norm <= 8) << norm;
+    EXPECT_EQ(decision.skip_reason, norm <= 8 ? SkipReason::kNone : SkipReason::kGradNorm) << norm;
+    EXPECT_DOUBLE_EQ(decision.grad_norm, norm);
+    EXPECT_EQ(decision.clip_factor < 1, decision.take && norm > 1) << norm;
+  }
+  StepStatistics scaled = statistics_of(16 * 16);
+  EXPECT_TRUE(decide(scaled, 4, 0, 8).take) << "the limit is one of unscaled norms";
+  StepStatistics bad = statistics_of(1e30);
+  bad.nonfinite_runs = 1;
+  EXPECT_EQ(decide(bad, 1, 1, 8).skip_reason, SkipReason::kNonFiniteGradient);
+}
+
+/// Two separate norms: 3 with the limit 1.5, 5 with none.
+struct Separate {
+  Separate() {
+    add_to_sum(sums[0].square_sum, 9);
+    add_to_sum(sums[1].square_sum, 25);
+  }
+  SeparateNorms norms() { return {sums, max_norms, outcomes, 2}; }
+  NormSum sums[2];
+  double max_norms[2] = {1.5, 0};
+  NormOutcome outcomes[2];
+};
+
+TEST(StepDecision, SeparateNormsHaveFactorsOfTheirOwn) {
+  Separate separate;
+  StepStatistics statistics = statistics_of(4);
+  const StepDecision decision = decide(statistics, 0.5, 8, 0, separate.norms());
+  EXPECT_TRUE(decision.take);
+  EXPECT_EQ(decision.grad_norm, 4);
+  EXPECT_EQ(decision.clip_factor, 1);
+  EXPECT_EQ(decision.grad_factor, 2);
+  EXPECT_EQ(separate.outcomes[0].grad_norm, 6);
+  EXPECT_EQ(separate.outcomes[0].clip_factor, static_cast<float>(1.5 / (6 + 1e-6)));
+  EXPECT_EQ(separate.outcomes[0].grad_factor, static_cast<float>(1.5 / (6 + 1e-6) / 0.5));
+  EXPECT_EQ(separate.outcomes[1].grad_norm, 10);
+  EXPECT_EQ(separate.outcomes[1].clip_factor, 1);
+  EXPECT_EQ(separate.outcomes[1].grad_factor, 2);
+}
+
+TEST(StepDecision, ASeparateNormAboveTheLimitSkipsToo) {
+  Separate separate;
+  StepStatistics statistics = statistics_of(4);
+  const StepDecision decision = decide(statistics, 1, 1, 4, separate.norms());
+  EXPECT_EQ(decision.skip_reason, SkipReason::kGradNorm);
+  EXPECT_EQ(decision.clip_factor, 1);
+  EXPECT_EQ(separate.outcomes[0].clip_factor, 1);
+  EXPECT_EQ(separate.outcomes[0].grad_norm, 3);
+  EXPECT_EQ(separate.outcomes[1].grad_norm, 5);
+}
+
+TEST(StepDecision, ANonFiniteGradientLeavesNoNorm) {
+  Separate separate;
+  StepStatistics statistics = statistics_of(4);
+  statistics.nonfinite_runs = 1;
+  EXPECT_FALSE(decide(statistics, 1, 1, 4, separate.norms()).take);
+  for (const NormOutcome& norm : separate.outcomes) {
+    EXPECT_TRUE(std::isnan(norm.grad_norm));
+    EXPECT_EQ(norm.clip_factor, 1);
+    EXPECT_EQ(norm.grad_factor, 1);
+  }
+}
+
 TEST(StepDecision, SumsOfRanksNeedNotBeNormalised) {
   // Four ranks, each with normalised limbs, added limb by limb.
   StepStatistics one = statistics_of(3.75e9);

@@ -368,6 +368,71 @@ TEST(StepKernelsHost, WhatLiesBehindASegmentIsNotRead) {
   EXPECT_EQ(decide(statistics, 1, 0).grad_norm, 10);
 }
 
+/// Everything that statistics can have, of segments in three places: the common norm, none, and separate
+/// ones.
+struct Details {
+  explicit Details(int threads) {
+    set_kernel_threads(threads);
+    std::vector<std::unique_ptr<Param>> params;
+    StepTables tables;
+    const std::int64_t elems[] = {20'000, 64, 1, 9001, 128, 30'000};
+    const int norms[] = {0, 2, -1, 1, 0, 2};
+    for (std::size_t i = 0; i < std::size(elems); ++i) {
+      params.push_back(std::make_unique<Param>(1, elems[i], false));
+      if (i == 4) params[i]->grad[7] = params[i]->master[9] = std::numeric_limits<float>::infinity();
+      SegmentRow row = params[i]->segment(0, elems[i]);
+      row.norm = norms[i];
+      row.param = static_cast<int>(i);
+      tables.segments.push_back(row);
+    }
+    head.counts_zeros = true;
+    head.norms = sums;
+    head.params = of_params;
+    head.nonfinite_runs_of_rank = &of_rank;
+    host::make_step_kernels(tables)->grad_stats(head, StreamRef());
+    set_kernel_threads(1);
+    std::vector<std::vector<float>> common, second;
+    for (std::size_t i = 0; i < params.size(); ++i) {
+      SCOPED_TRACE("param " + std::to_string(i));
+      const std::vector<float>& grad = params[i]->grad;
+      if (norms[i] >= 0) zeros += std::ranges::count(grad, 0.0f);
+      if (norms[i] == 2) second.push_back(grad);
+      if (norms[i] == 0) common.push_back(grad);
+      EXPECT_EQ(of_params[i].nonfinite_grad_runs, i == 4 ? 1 : 0);
+      EXPECT_EQ(of_params[i].nonfinite_master_runs, i == 4 ? 1 : 0);
+      if (i == 4) continue;
+      EXPECT_DOUBLE_EQ(std::sqrt(sum_value(of_params[i].grad.square_sum)), reference::norm({{grad}}));
+      EXPECT_NEAR(
+          std::sqrt(sum_value(of_params[i].master.square_sum)) / reference::norm({{params[i]->master}}), 1,
+          1e-14);
+    }
+    EXPECT_EQ(statistics.zero_grads, zeros);
+    EXPECT_EQ(statistics.nonfinite_runs, 1);
+    EXPECT_EQ(of_rank, 1);
+    common.pop_back();  // one run of 128, which is not finite
+    EXPECT_DOUBLE_EQ(std::sqrt(sum_value(statistics.square_sum)), reference::norm(common));
+    EXPECT_DOUBLE_EQ(std::sqrt(sum_value(sums[0].square_sum)), reference::norm({{params[3]->grad}}));
+    EXPECT_DOUBLE_EQ(std::sqrt(sum_value(sums[1].square_sum)), reference::norm(second));
+  }
+  std::uint64_t digest() const {
+    return test::digest_bytes(
+        of_params, sizeof(of_params),
+        test::digest_bytes(sums, sizeof(sums), test::digest_bytes(&statistics, sizeof(statistics))));
+  }
+
+  StepStatistics statistics;
+  StatisticsMemory head = statistics;
+  NormSum sums[2];
+  ParamSums of_params[6];
+  std::int64_t of_rank = 0, zeros = 0;
+};
+
+TEST(StepKernelsHost, EverySegmentIsInItsNormAndInTheSumsOfItsParam) {
+  const Details one(1);
+  EXPECT_GT(one.zeros, 0);
+  for (const int threads : {2, 3, 5}) EXPECT_EQ(Details(threads).digest(), one.digest()) << threads;
+}
+
 TEST(StepKernelsHost, NonFiniteMastersAreMarked) {
   // 3.4e38 is a finite fp32 that BF16 rounds to infinity.
   for (const float bad :

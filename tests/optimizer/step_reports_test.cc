@@ -24,11 +24,12 @@ class StepReportsOf : public ::testing::TestWithParam<DeviceKind> {
   void SetUp() override {
     MXOPT_SKIP_WITHOUT(device());
     reports_ = std::make_unique<StepReports>(
-        device(), 3,
-        [this](StepRecord& record, const StepOutcome& outcome, std::span<const std::uint8_t> status) {
-          completed_.push_back(outcome.after.taken);
-          record.step = outcome.after.taken;
-          record.launches = status[0] + status[1] + status[2];
+        device(), result(), [this](StepRecord& record, const StepReports::Result& result) {
+          completed_.push_back(result.outcome->after.taken);
+          record.step = result.outcome->after.taken;
+          record.launches = result.status[0] + result.status[1] + result.status[2] + result.local_status[0];
+          record.clip_factor = result.norms[1].clip_factor;
+          record.zero_grads = result.params[2].nonfinite_master_runs;
           if (record.step == 13) throw ContractError("thirteen");
         });
   }
@@ -43,8 +44,9 @@ class StepReportsOf : public ::testing::TestWithParam<DeviceKind> {
     outcomes_.push_back(std::make_unique<test::GuardedBytes>(device(), bytes));
     StepRecord record;
     record.calls = 5;
-    return reports_->add(std::move(record), reinterpret_cast<const StepOutcome*>(outcomes_.back()->data()),
-                         status_.span().first(2), status_.span().last(1), Work(), StreamRef());
+    StepReports::Result all = result();
+    all.outcome = reinterpret_cast<const StepOutcome*>(outcomes_.back()->data());
+    return reports_->add(std::move(record), all, Work(), StreamRef());
   }
   int depth() const { return StepReports::depth_of(device()); }
 
@@ -52,8 +54,26 @@ class StepReportsOf : public ::testing::TestWithParam<DeviceKind> {
   std::unique_ptr<StepReports> reports_;
 
  private:
+  template <class T>
+  static std::vector<std::uint8_t> bytes_of(const std::vector<T>& values) {
+    std::vector<std::uint8_t> bytes(values.size() * sizeof(T));
+    std::memcpy(bytes.data(), values.data(), bytes.size());
+    return bytes;
+  }
+  /// All but the outcome.
+  StepReports::Result result() {
+    return {nullptr,
+            {reinterpret_cast<const NormOutcome*>(norms_.data()), 2},
+            {reinterpret_cast<const ParamSums*>(params_.data()), 3},
+            status_.span(),
+            local_status_.span()};
+  }
+
   std::vector<std::unique_ptr<test::GuardedBytes>> outcomes_;
+  test::GuardedBytes norms_{usable(), bytes_of(std::vector<NormOutcome>{{1, 0.75f, 1}, {2, 0.25f, 1}})};
+  test::GuardedBytes params_{usable(), bytes_of(std::vector<ParamSums>{{}, {}, {{}, {}, 5, 77}})};
   test::GuardedBytes status_{usable(), std::vector<std::uint8_t>{1, 2, 4}};
+  test::GuardedBytes local_status_{usable(), std::vector<std::uint8_t>{8}};
 
   Device usable() const { return test::why_not_usable(device()).empty() ? device() : Device{}; }
 };
@@ -64,8 +84,10 @@ TEST_P(StepReportsOf, AreCompletedOnceAndSharedByCopies) {
   const StepReport report = add(1);
   const StepReport copy = report;
   EXPECT_EQ(report->step, 1);
-  EXPECT_EQ(report->launches, 7);
+  EXPECT_EQ(report->launches, 15);
   EXPECT_EQ((*copy).calls, 5);
+  EXPECT_EQ(report->clip_factor, 0.25f);
+  EXPECT_EQ(report->zero_grads, 77);
   EXPECT_EQ(completed_, std::vector<std::int64_t>{1});
 }
 

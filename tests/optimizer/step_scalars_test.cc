@@ -35,7 +35,39 @@ TEST_P(StepScalarsOf, StartWithTheGivenStateAndZeroes) {
   EXPECT_EQ(read(scalars.loss_factor().data()), 512);
   EXPECT_EQ(scalars.memory().table.steps, 5);
   EXPECT_EQ(scalars.statistics().elems, kStatisticsElems);
-  EXPECT_EQ(read(scalars.memory().statistics).nonfinite_runs, 0);
+  EXPECT_EQ(scalars.common_statistics().elems, kStatisticsElems);
+  EXPECT_EQ(read(scalars.memory().statistics.step).nonfinite_runs, 0);
+  EXPECT_EQ(scalars.memory().statistics.params, nullptr);
+  EXPECT_EQ(scalars.memory().statistics.nonfinite_runs_of_rank, nullptr);
+  EXPECT_TRUE(scalars.norm_outcomes().empty());
+  EXPECT_TRUE(scalars.param_sums().empty());
+}
+
+TEST_P(StepScalarsOf, StatisticsAreOneMessageThatEndsWithWhatIsOfOneParam) {
+  const StatisticsLayout layout = {{0.5, 0.25}, 3, 1, 7, true};
+  const StepScalars scalars(1, 1, StepState(), device(), default_allocator(device()), layout);
+  const StepMemory& memory = scalars.memory();
+  const StatisticsMemory& statistics = memory.statistics;
+  EXPECT_TRUE(statistics.counts_zeros);
+  constexpr std::int64_t kParamElems = 2 * kSumLimbs + 2;
+  EXPECT_EQ(scalars.common_statistics().elems, kStatisticsElems + 3 + 2 * kSumLimbs);
+  EXPECT_EQ(scalars.statistics().elems, scalars.common_statistics().elems + 7 * kParamElems);
+  EXPECT_EQ(statistics.elems, scalars.statistics().elems);
+  const auto* const message = static_cast<const std::int64_t*>(scalars.statistics().data);
+  EXPECT_EQ(scalars.common_statistics().data, message);
+  EXPECT_EQ(memory.nonfinite_runs_of_ranks, message + kStatisticsElems);
+  EXPECT_EQ(statistics.nonfinite_runs_of_rank, message + kStatisticsElems + 1);
+  EXPECT_EQ(statistics.squares_of(2), message + kStatisticsElems + 3 + kSumLimbs);
+  EXPECT_EQ(statistics.squares_of(0), statistics.step->square_sum);
+  EXPECT_EQ(statistics.squares_of(-1), nullptr);
+  EXPECT_EQ(static_cast<const void*>(statistics.params + 7), message + statistics.elems);
+  EXPECT_EQ(scalars.param_sums().data(), statistics.params);
+  EXPECT_EQ(scalars.param_sums().size(), 7U);
+  EXPECT_EQ(scalars.norm_outcomes().size(), 2U);
+  EXPECT_EQ(memory.norms.count, 2);
+  EXPECT_EQ(memory.norms.sums, statistics.norms);
+  EXPECT_EQ(read(memory.norms.max_norms), 0.5);
+  EXPECT_EQ(read(memory.norms.max_norms + 1), 0.25);
 }
 
 TEST_P(StepScalarsOf, TakeWhatTheHostSays) {

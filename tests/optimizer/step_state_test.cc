@@ -36,7 +36,11 @@ struct Step {
     statistics.options_hash = static_cast<std::int64_t>(sum);
   }
 
-  void run() { advance(statistics, options, table, state, scalars, outcome); }
+  StepMemory memory() {
+    return {statistics, of_ranks, {norm_sums, norm_limits, norms, separate_norms}, &state, &outcome, scalars,
+            &tokens,    table};
+  }
+  void run() { advance(memory(), options); }
 
   StepStatistics statistics;
   StepOptions options;
@@ -44,6 +48,12 @@ struct Step {
   StepState state;
   AdamScalars scalars[2];
   StepOutcome outcome;
+  std::int64_t of_ranks[3] = {};
+  NormSum norm_sums[1];
+  double norm_limits[1] = {0};
+  NormOutcome norms[1];
+  int separate_norms = 0;
+  std::int64_t tokens = 0;
 };
 
 TEST(StepState, ATakenStepSetsTheScalarsOfEveryGroup) {
@@ -96,8 +106,7 @@ TEST(StepState, StepsBehindTheTableHaveTheLastRateAndWeightDecay) {
   step.state.taken = 5;
   for (int i = 0; i < 3; ++i) {
     step.sign({step.state.taken, step.state.taken});
-    StepStatistics statistics = step.statistics;
-    advance(statistics, step.options, step.table, step.state, step.scalars, step.outcome);
+    step.run();
     EXPECT_EQ(step.scalars[0].lr, 3e-3f);
     EXPECT_EQ(step.scalars[1].lr, 7e-3f);
     EXPECT_EQ(step.scalars[0].weight_decay, 0.3f);
@@ -123,6 +132,55 @@ TEST(StepState, ASkippedStepCountsButLeavesTheScalars) {
   EXPECT_EQ(step.scalars[0].lr, 123);
   EXPECT_EQ(step.outcome.loss_scale, 1024);
   EXPECT_EQ(step.state.loss_factor, 512);
+}
+
+TEST(StepState, AStepSkippedForItsNormIsACleanOneForTheLossScale) {
+  Step step;
+  step.options.skip_norm = 1;  // the norm is 2 / 1024
+  step.options.loss_scale_kind = LossScaleKind::kDynamic;
+  step.options.growth_interval = 10;
+  step.state.loss_scale = {1024, 1, 9};
+  Step above = step;
+  above.options.skip_norm = 0x1p-10;
+  step.run();
+  EXPECT_TRUE(step.outcome.taken);
+  above.run();
+  EXPECT_FALSE(above.outcome.taken);
+  EXPECT_EQ(above.outcome.skip_reason, SkipReason::kGradNorm);
+  EXPECT_EQ(above.outcome.grad_norm, 2.0 / 1024);
+  EXPECT_EQ(above.state.consecutive_skips, 1);
+  EXPECT_EQ(above.state.taken, 4);
+  EXPECT_EQ(above.state.loss_scale.scale, 2048);
+}
+
+TEST(StepState, GroupsHaveTheFactorOfTheirNorm) {
+  Step step;
+  step.separate_norms = 1;
+  add_to_sum(step.norm_sums[0].square_sum, 16);
+  step.norm_limits[0] = 0.5;
+  const GroupConstants constants[] = {{{0.9, 0.95}, 1e-8, 1}, {{0.75, 0.5}, 1e-6, 0}};
+  step.table.constants = constants;
+  step.run();
+  EXPECT_EQ(step.scalars[0].grad_factor, static_cast<float>(0.5 / (4 + 1e-6)));
+  EXPECT_EQ(step.scalars[1].grad_factor, static_cast<float>(1 / (2 + 1e-6)));
+  EXPECT_EQ(step.outcome.grad_norm, 2);
+  EXPECT_EQ(step.norms[0].grad_norm, 4);
+}
+
+TEST(StepState, TheFirstModelParallelRankWithANonFiniteGradientIsTold) {
+  for (const int first : {0, 1, 2}) {
+    Step step;
+    step.options.model_parallel_ranks = 3;
+    step.statistics.nonfinite_runs = 5;
+    for (int rank = first; rank < 3; ++rank) step.of_ranks[rank] = 2;
+    step.run();
+    EXPECT_EQ(step.outcome.nonfinite_rank, first);
+    EXPECT_EQ(step.outcome.skip_reason, SkipReason::kNonFiniteGradient);
+  }
+  Step fine;
+  fine.options.model_parallel_ranks = 3;
+  fine.run();
+  EXPECT_EQ(fine.outcome.nonfinite_rank, -1);
 }
 
 TEST(StepState, RanksThatWereToldDifferentThingsChangeNothing) {

@@ -51,6 +51,8 @@ TEST(StepTables, HaveTheRanksSegmentsAndPointIntoItsArenas) {
       EXPECT_EQ(row.param_begin, segment.param_begin);
       EXPECT_EQ(row.param_begin % kAlignElems, 0);
       EXPECT_EQ(row.group, segment.param == 0 ? 5 : 0);
+      EXPECT_EQ(row.norm, 0);
+      EXPECT_EQ(row.param, segment.param);
       const float* const shard = rank.storage.master(segment.bucket);
       EXPECT_GE(row.master, shard);
       EXPECT_LE(row.master + row.elems, shard + rank.layout.shard_elems(segment.bucket));
@@ -61,6 +63,14 @@ TEST(StepTables, HaveTheRanksSegmentsAndPointIntoItsArenas) {
       EXPECT_EQ(row.status, rank.storage.scale_head() + segment.param);
     }
   }
+}
+
+TEST(StepTables, RowsHaveTheNormOfTheirParam) {
+  const Rank rank(1);
+  std::vector<int> norm_of;
+  for (std::size_t p = 0; p < rank.groups.size(); ++p) norm_of.push_back(static_cast<int>(p) % 4 - 1);
+  const StepTables tables = make_step_tables(rank.layout, rank.storage, rank.sync, rank.groups, 1, norm_of);
+  for (const SegmentRow& row : tables.segments) EXPECT_EQ(row.norm, row.param % 4 - 1);
 }
 
 TEST(StepTables, TheBf16FormatWritesMxfp8ParamsToTheStaging) {

@@ -615,6 +615,26 @@ TEST(Layout, NamesEveryProblemOfAListAtOnce) {
             "param 'u' (shape 32x32): tied_to 't' is itself tied; tie both to the same param");
 }
 
+TEST(Layout, ADuplicateKeyIsOneWordOfOneParamWithStorage) {
+  const auto with_key = [](ParamSpec param, std::string key) {
+    param.duplicate_key = std::move(key);
+    return param;
+  };
+  const Layout layout({with_key(spec("a", {4}), "k"), spec("b", {4})}, options_for(1));
+  EXPECT_EQ(layout.param(0).duplicate_key, "k");
+  EXPECT_EQ(layout.param(1).duplicate_key, "");
+  EXPECT_NE(layout.digest(), Layout({spec("a", {4}), spec("b", {4})}, options_for(1)).digest());
+  EXPECT_EQ(thrown_message<ConfigError>([&] {
+              Layout({with_key(spec("a", {4}), "k k"), with_key(spec("b", {4}), "k k"),
+                      with_key(tied("t", "a", {4}), "t")},
+                     options_for(1));
+            }),
+            "param 'a': duplicate_key 'k k' must not contain white space or control characters\n"
+            "param 'b': duplicate_key 'k k' must not contain white space or control characters\n"
+            "param 'b': duplicate_key 'k k' is that of 'a' too; copies on one rank are tied_to it\n"
+            "param 't': duplicate_key 't' has no meaning beside tied_to; give it to 'a'");
+}
+
 TEST(Layout, TiedParamsAccumulate) {
   ParamSpec first = spec("embed", {32, 64});
   ParamSpec second = spec("head", {32, 64});

@@ -349,6 +349,16 @@ inline void add_record_facts(Facts& facts, const StepRecord& record, const std::
   number("lr", record.lr);
   names("nonfinite_gradient_params", record.nonfinite_gradient_params);
   names("nonfinite_master_params", record.nonfinite_master_params);
+  count("nonfinite_gradient_rank", record.nonfinite_gradient_rank);
+  count("zero_grads", record.zero_grads);
+  for (const NormRecord& norm : record.norm_groups) {
+    number((norm.name + " norm").c_str(), norm.grad_norm);
+    number((norm.name + " clip_factor").c_str(), static_cast<double>(norm.clip_factor));
+  }
+  for (const ParamNorm& norm : record.param_norms) {
+    number((norm.name + " grad_norm").c_str(), norm.grad_norm);
+    number((norm.name + " weight_norm").c_str(), norm.weight_norm);
+  }
 }
 
 // ---------------------------------------------------------------------------------------------------------
@@ -556,6 +566,22 @@ struct NamedScenario {
   Scenario scenario;
 };
 
+/// mixed_config() with all that norms can have: separate ones, a limit that one step is above, and everything
+/// in the reports.
+inline Config norms_config() {
+  Config config = mixed_config();
+  OptimizerConfig& optimizer = config.optimizer;
+  optimizer.groups[0].norm_group = optimizer.groups[1].norm_group = "small";
+  optimizer.groups[0].clip_grad = optimizer.groups[1].clip_grad = 0.75;
+  optimizer.groups.push_back({"attn.*", "attn"});
+  optimizer.groups.back().norm_group = "attention";
+  optimizer.groups.back().clip_grad = 2;
+  optimizer.skip_norm = 12.5;
+  optimizer.param_norms = true;
+  optimizer.count_zeros = true;
+  return config;
+}
+
 /// The scenarios whose facts must not depend on world size, bucket limit, threads or transport.
 inline std::vector<NamedScenario> invariance_scenarios() {
   std::vector<NamedScenario> all;
@@ -579,6 +605,9 @@ inline std::vector<NamedScenario> invariance_scenarios() {
   controls.config.schedule.wsd_decay_steps = 0;
   controls.config.schedule.weight_decay_kind = WeightDecayKind::kLinear;
   all.push_back({"L2 Adam, groups, inverse square root", controls});
+  Scenario norms;
+  norms.config = norms_config();
+  all.push_back({"AdamW, separate norms, full reports", norms});
   return all;
 }
 
