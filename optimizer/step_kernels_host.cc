@@ -319,7 +319,7 @@ class ThreadStatistics {
 
   void flush() {
     if (segment_ == nullptr) return;
-    if (std::int64_t* const squares = shared_.squares_of(segment_->norm)) add_sum(squares, grad_);
+    if (segment_->norm >= 0) add_sum(shared_.squares_of(segment_->norm), grad_);
     add_number(shared_.step->nonfinite_runs, nonfinite_grad_runs_);
     add_number(shared_.step->zero_grads, zeros_);
     if (shared_.nonfinite_runs_of_rank != nullptr) {

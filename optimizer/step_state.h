@@ -89,6 +89,7 @@ struct ParamSums {
 struct StatisticsMemory {
   StatisticsMemory() = default;
   /// The head alone.
+  // NOLINTNEXTLINE(google-explicit-constructor)
   StatisticsMemory(StepStatistics& head) : step(&head), elems(kStatisticsElems) {}
 
   /// Where the squares of a segment's gradients go; null: nowhere.
