@@ -398,7 +398,8 @@ TEST_F(ConfigFile, BadConfigurationsPrintExactlyThis) {
       {"optimizer:\n  - lr: 1\n",
        "run.yaml:2:3: `optimizer` is a list; allowed: a map with the keys kind, lr, betas, eps, "
        "weight_decay, decay_1d, clip_grad, skip_norm, param_norms, count_zeros, "
-       "grad_dtype, state_dtype, bucket_elems, max_consecutive_skips, loss_scale, groups"},
+       "grad_dtype, grad_reduce, check_grads, state_dtype, bucket_elems, max_consecutive_skips, loss_scale, "
+       "groups"},
       {"optimizer:\n  loss_scale: dynamic\n",
        "run.yaml:2:15: `optimizer.loss_scale` is dynamic; allowed: a map with the keys kind, initial, min, "
        "growth_interval, hysteresis"},

@@ -387,8 +387,8 @@ TEST_P(NormsOf, AllOfThemAreOneMessageOfEachGroupAndNoMoreLaunches) {
       }
       if (!with_all) return;
       // The head of 21 numbers, 2 of the ranks, 18 of the heads' norm, and 38 of each of 11 params.
-      EXPECT_EQ(model.counts(Traffic::kStatistics).bytes, (21 + 2 + 18) * 8);
-      EXPECT_EQ(data.counts(Traffic::kStatistics).bytes, (21 + 2 + 18 + 11 * 38) * 8);
+      EXPECT_EQ(model.counts(Traffic::kStatistics).bytes, (22 + 2 + 18) * 8);
+      EXPECT_EQ(data.counts(Traffic::kStatistics).bytes, (22 + 2 + 18 + 11 * 38) * 8);
     });
   }
   ASSERT_EQ(launches.size(), 2U);

@@ -15,7 +15,7 @@ StepStatistics statistics_of(double square_sum) {
 }
 
 TEST(StepDecision, MessageIsTheWholeStruct) {
-  EXPECT_EQ(kStatisticsElems, kSumLimbs + 3);
+  EXPECT_EQ(kStatisticsElems, kSumLimbs + 4);
 }
 
 TEST(StepDecision, NormsOfSquareNumbersAreExact) {

@@ -101,6 +101,18 @@ TEST(StepState, GradientsAreDividedByTheTokensOfAllRanksWhereThatIsAskedFor) {
   }
 }
 
+// Each of them has counted the same tokens, and the message adds them up.
+TEST(StepState, TokensOfModelParallelRanksCountOnce) {
+  Step step;
+  step.statistics.tokens = 3 * 8;
+  step.options.model_parallel_ranks = 3;
+  step.options.divides_by_tokens = true;
+  step.options.max_norm = 0;
+  step.run();
+  EXPECT_EQ(step.outcome.tokens, 8);
+  EXPECT_EQ(step.outcome.grad_norm, 2 / (step.outcome.loss_scale * 8));
+}
+
 TEST(StepState, StepsBehindTheTableHaveTheLastRateAndWeightDecay) {
   Step step;
   step.state.taken = 5;
