@@ -89,8 +89,9 @@ struct PeerWindow {
 
 /// Bytes per second of large copies, the least of any rank while all ranks copy. Zero: not known.
 struct CopyRates {
-  double to_peer = 0;  // stores of one rank into another's window
-  double local = 0;    // read and written, inside of one rank's memory
+  double to_peer = 0;       // stores of one rank into another's window
+  double local = 0;         // read and written, inside of one rank's memory
+  std::string reason = {};  // why they are not known; equal on all ranks
 };
 
 /// The interface. Arguments are checked once, here, before a transport sees them; bad ones are a

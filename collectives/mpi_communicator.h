@@ -56,7 +56,7 @@ class MpiCommunicator final : public Communicator {
   Health health() override;
   std::shared_ptr<Allocator> window_allocator() override { return nullptr; }
   PeerWindow open_window(const Buffer&) override { return {{}, "MPI has no windows", nullptr}; }
-  CopyRates measure_copy_rates() override { return {}; }
+  CopyRates measure_copy_rates() override { return {.reason = "MPI has no windows"}; }
 
  protected:
   Work do_all_reduce(const Call& call, void* buffer) override;

@@ -309,7 +309,8 @@ class NcclCommunicator::Engine {
   void group_begin(const Call& call);
   void group_end();
   std::shared_ptr<Engine> split(const Call& call, int color, int key);
-  std::string window_problem(const Buffer& buffer) const;
+  /// Why the buffer can not be a window; empty when it can.
+  std::string window_problem(const Call& call, const Buffer& buffer) const;
   /// Collective. NCCL's handle.
   ncclWindow_vidmem* register_window(const Call& call, const Buffer& buffer);
   void deregister_window(ncclWindow_vidmem* window) noexcept;
@@ -624,7 +625,9 @@ std::shared_ptr<NcclCommunicator::Engine> NcclCommunicator::Engine::split(const 
   return part;
 }
 
-std::string NcclCommunicator::Engine::window_problem(const Buffer& buffer) const {
+std::string NcclCommunicator::Engine::window_problem(const Call& call, const Buffer& buffer) const {
+  check_alive(call);
+  MXOPT_CHECK(!closed_, call.signature() << " after close()");
   const DeviceGuard guard(device_.index);
   return cuda::window_problem(buffer, comm_, size_);
 }
@@ -652,6 +655,7 @@ void NcclCommunicator::Engine::deregister_window(ncclWindow_vidmem* window) noex
   int former = 0;
   cudaGetDevice(&former);
   cudaSetDevice(device_.index);
+  cudaDeviceSynchronize();  // stores of a graph may be under way, of which nobody here knows
   const auto result = static_cast<ncclResult_t>(cuda::deregister_window(comm_, window));
   try {
     if (result == ncclInProgress) await_ready(comm_, Deadline(timeout_s_));
@@ -799,7 +803,7 @@ class NcclCommunicator::Registration {
   Registration(std::shared_ptr<Engine> engine, ncclWindow_vidmem* window)
       : engine_(std::move(engine)), window_(window) {}
   ~Registration() {
-    if (cuda::is_window(window_)) engine_->deregister_window(window_);
+    if (window_ != nullptr) engine_->deregister_window(window_);
   }
   Registration(const Registration&) = delete;
   Registration& operator=(const Registration&) = delete;
@@ -913,65 +917,84 @@ std::shared_ptr<Allocator> NcclCommunicator::window_allocator() {
   return cuda::make_window_allocator(device().index);
 }
 
-PeerWindow NcclCommunicator::open_window(const Buffer& buffer) {
-  PeerWindow window;
-  window.reason = first_problem(*this, engine_->window_problem(buffer));
-  if (!window.reason.empty()) return window;
-  if (buffer.bytes() == 0) {
-    window.bases.resize(static_cast<std::size_t>(size()), nullptr);
-    return window;
+/// A failure of this rank alone between the messages of `body` ends the communicator, so that the peers do
+/// not wait.
+template <class Body>
+auto NcclCommunicator::or_abort(const Body& body) {
+  try {
+    return body();
+  } catch (const BackendError& error) {
+    abort(error.what());
+    throw;
   }
+}
+
+PeerWindow NcclCommunicator::open_window(const Buffer& buffer) {
   const Call call{.sequence = next_sequence(), .operation = "open_window", .stream = {}};
-  ncclWindow_vidmem* const handle = engine_->register_window(call, buffer);
-  const auto registration = std::make_shared<Registration>(engine_, handle);
-  window.reason = first_problem(
-      *this, cuda::is_window(handle) ? "" : "NCCL has no symmetric memory for this communicator");
-  if (!window.reason.empty()) return window;
-  window.bases = cuda::window_bases(handle, size(), device().index);
-  window.bases[static_cast<std::size_t>(rank())] = buffer.data();  // NCCL's is a second address of it
-  window.registration = registration;
-  return window;
+  return or_abort([&] {
+    PeerWindow window;
+    window.reason = first_problem(*this, engine_->window_problem(call, buffer));
+    if (!window.reason.empty()) return window;
+    if (buffer.bytes() == 0) {
+      window.bases.resize(static_cast<std::size_t>(size()), nullptr);
+      return window;
+    }
+    ncclWindow_vidmem* const handle = engine_->register_window(call, buffer);
+    const auto registration = std::make_shared<Registration>(engine_, handle);
+    window.reason = first_problem(
+        *this, cuda::is_window(handle) ? "" : "NCCL has no symmetric memory for this communicator");
+    if (!window.reason.empty()) return window;
+    window.bases = cuda::window_bases(handle, size(), device().index);
+    window.bases[static_cast<std::size_t>(rank())] = buffer.data();  // NCCL's is a second address of it
+    window.registration = registration;
+    return window;
+  });
 }
 
 CopyRates NcclCommunicator::measure_copy_rates() {
   if (copy_rates_.has_value()) return *copy_rates_;
   constexpr std::int64_t kBytes = std::int64_t{128} << 20;  // more than any cache holds
+  constexpr int kCopies = 4;                                // at a time, so that the host's part is small
   constexpr int kRounds = 4;                                // the first is a warm-up
-  Buffer buffer;
-  std::string problem;
-  try {
-    buffer = Buffer(2 * kBytes, device(), window_allocator());
-  } catch (const std::exception& error) {  // told to all: nobody measures then
-    problem = error.what();
-  }
-  copy_rates_.emplace();
-  if (!first_problem(*this, problem).empty()) return *copy_rates_;
-  const PeerWindow window = open_window(buffer);
-  if (!window.is_open()) return *copy_rates_;
-
-  const Stream stream(device());
-  std::uint8_t* const next = window.bases[static_cast<std::size_t>((rank() + 1) % size())];
-  // Seconds per copy: to the peer, and in the own memory.
-  std::array<double, 2> best = {1e9, 1e9};
-  for (int round = 0; round < kRounds; ++round) {
-    for (std::size_t i = 0; i < best.size(); ++i) {
-      barrier();  // all ranks at the same time
-      const auto begin = std::chrono::steady_clock::now();
-      cuda::store_bytes((i == 0 ? next : buffer.data()) + kBytes, buffer.data(), kBytes, device().index,
-                        stream.ref());
-      synchronize(device(), stream.ref());
-      const std::chrono::duration<double> elapsed = std::chrono::steady_clock::now() - begin;
-      if (round > 0) best[i] = std::min(best[i], elapsed.count());
+  return or_abort([&]() -> CopyRates {
+    Buffer buffer;
+    std::string problem;
+    try {
+      buffer = Buffer(2 * kBytes, device(), window_allocator());
+    } catch (const std::exception& error) {  // told to all: nobody measures then
+      problem = error.what();
     }
-  }
-  std::vector<std::array<double, 2>> of_all(static_cast<std::size_t>(size()));
-  all_gather_on_host(*this, bytes_of(std::span(of_all)), bytes_of(std::span(&best, 1)), Traffic::kControl);
-  for (const std::array<double, 2>& theirs : of_all) {
-    for (std::size_t i = 0; i < best.size(); ++i) best[i] = std::max(best[i], theirs[i]);
-  }
-  barrier();  // before any rank's memory goes
-  copy_rates_ = {static_cast<double>(kBytes) / best[0], 2 * static_cast<double>(kBytes) / best[1]};
-  return *copy_rates_;
+    problem = first_problem(*this, problem);
+    if (!problem.empty()) return {.reason = problem};
+    const PeerWindow window = open_window(buffer);
+    if (!window.is_open()) return {.reason = window.reason};
+
+    const Stream stream(device());
+    std::uint8_t* const next = window.bases[static_cast<std::size_t>((rank() + 1) % size())];
+    // Seconds per copy: to the peer, and in the own memory.
+    std::array<double, 2> best = {1e9, 1e9};
+    for (int round = 0; round < kRounds; ++round) {
+      for (std::size_t i = 0; i < best.size(); ++i) {
+        barrier();  // all ranks at the same time
+        const auto begin = std::chrono::steady_clock::now();
+        for (int copy = 0; copy < kCopies; ++copy) {
+          cuda::store_bytes((i == 0 ? next : buffer.data()) + kBytes, buffer.data(), kBytes, device().index,
+                            stream.ref());
+        }
+        synchronize(device(), stream.ref());
+        const std::chrono::duration<double> elapsed = std::chrono::steady_clock::now() - begin;
+        if (round > 0) best[i] = std::min(best[i], elapsed.count() / kCopies);
+      }
+    }
+    std::vector<std::array<double, 2>> of_all(static_cast<std::size_t>(size()));
+    all_gather_on_host(*this, bytes_of(std::span(of_all)), bytes_of(std::span(&best, 1)), Traffic::kControl);
+    for (const std::array<double, 2>& theirs : of_all) {
+      for (std::size_t i = 0; i < best.size(); ++i) best[i] = std::max(best[i], theirs[i]);
+    }
+    barrier();  // before any rank's memory goes
+    copy_rates_ = {static_cast<double>(kBytes) / best[0], 2 * static_cast<double>(kBytes) / best[1], ""};
+    return *copy_rates_;
+  });
 }
 
 void NcclCommunicator::abort(const std::string& reason) noexcept {

@@ -104,6 +104,8 @@ class NcclCommunicator final : public Communicator {
   NcclCommunicator(std::shared_ptr<Engine> engine, std::unique_ptr<Communicator> host);
   static std::unique_ptr<NcclCommunicator> of(ncclComm* comm, bool owned, double timeout_s);
   Work start(const Call& call, void* out, const void* in);
+  template <class Body>
+  auto or_abort(const Body& body);
 
   std::unique_ptr<Communicator> host_;  // kept only; null when it is the caller's
   std::shared_ptr<Engine> engine_;      // goes first

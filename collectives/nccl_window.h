@@ -21,6 +21,9 @@ std::shared_ptr<Allocator> make_window_allocator(int device);
 /// ranks: NCCL's own refusal is the end of the communicator.
 std::string window_problem(const Buffer& buffer, ncclComm* comm, int ranks);
 
+/// Whether the buffer is an allocation like those of ncclMemAlloc(), from its begin.
+bool is_window_memory(const Buffer& buffer);
+
 /// The NCCL calls, with NCCL's codes. Collective; may go on in the background.
 int register_window(ncclComm* comm, const Buffer& buffer, ncclWindow_vidmem** window);
 int deregister_window(ncclComm* comm, ncclWindow_vidmem* window);

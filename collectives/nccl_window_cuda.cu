@@ -56,16 +56,6 @@ Function driver_function(const char* name) {
   return found == cudaDriverEntryPointSuccess ? reinterpret_cast<Function>(function) : nullptr;
 }
 
-/// Whether the memory was made by the driver's virtual memory management, which NCCL asks for.
-bool is_mapped_allocation(void* data) {
-  const auto retain =
-      driver_function<CUresult (*)(CUmemGenericAllocationHandle*, void*)>("cuMemRetainAllocationHandle");
-  const auto release = driver_function<CUresult (*)(CUmemGenericAllocationHandle)>("cuMemRelease");
-  if (retain == nullptr || release == nullptr) return false;
-  CUmemGenericAllocationHandle handle{};
-  return retain(&handle, data) == CUDA_SUCCESS && release(handle) == CUDA_SUCCESS;
-}
-
 #if MXOPT_NCCL_HAS_WINDOWS
 __global__ void bases_kernel(ncclWindow_t window, int ranks, std::uint8_t** bases) {
   for (int rank = static_cast<int>(threadIdx.x); rank < ranks; rank += static_cast<int>(blockDim.x)) {
@@ -98,12 +88,38 @@ std::string window_problem(const Buffer& buffer, [[maybe_unused]] ncclComm* comm
   const int domain_ranks = ncclTeamLsa(comm).nRanks;
   if (domain_ranks != ranks) return nccl_domain_problem(domain_ranks, ranks);
 #endif
-  if (buffer.bytes() == 0) return "";
-  constexpr std::uintptr_t kPageBytes = 4096;
-  if (reinterpret_cast<std::uintptr_t>(buffer.data()) % kPageBytes == 0 &&
-      is_mapped_allocation(buffer.data()))
-    return "";
+  if (buffer.bytes() == 0 || is_window_memory(buffer)) return "";
   return "the allocator's memory is not that of ncclMemAlloc()";
+}
+
+bool is_window_memory(const Buffer& buffer) {
+  using Handle = CUmemGenericAllocationHandle;
+  const auto retain = driver_function<CUresult (*)(Handle*, void*)>("cuMemRetainAllocationHandle");
+  const auto release = driver_function<CUresult (*)(Handle)>("cuMemRelease");
+  const auto properties_of =
+      driver_function<CUresult (*)(CUmemAllocationProp*, Handle)>("cuMemGetAllocationPropertiesFromHandle");
+  const auto range_of =
+      driver_function<CUresult (*)(CUdeviceptr*, std::size_t*, CUdeviceptr)>("cuMemGetAddressRange");
+  if (retain == nullptr || release == nullptr || properties_of == nullptr || range_of == nullptr)
+    return false;
+  // One allocation of the driver's virtual memory management, with a handle that other ranks can import.
+  Handle first{}, last{};
+  if (retain(&first, buffer.data()) != CUDA_SUCCESS) return false;
+  CUmemAllocationProp properties{};
+  bool is_good = properties_of(&properties, first) == CUDA_SUCCESS &&
+                 properties.requestedHandleTypes != CU_MEM_HANDLE_TYPE_NONE;
+  if (retain(&last, buffer.data() + buffer.bytes() - 1) == CUDA_SUCCESS) {
+    is_good = is_good && first == last;
+    release(last);
+  } else {
+    is_good = false;
+  }
+  release(first);
+  // From its begin: NCCL takes a buffer's place in its allocation to be the same on all ranks.
+  CUdeviceptr base = 0;
+  std::size_t bytes = 0;
+  const auto address = static_cast<CUdeviceptr>(reinterpret_cast<std::uintptr_t>(buffer.data()));
+  return is_good && range_of(&base, &bytes, address) == CUDA_SUCCESS && base == address;
 }
 
 int register_window([[maybe_unused]] ncclComm* comm, [[maybe_unused]] const Buffer& buffer,

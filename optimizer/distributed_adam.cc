@@ -226,6 +226,7 @@ class DistributedAdam::Impl {
   /// is gone.
   bool settle() noexcept {
     try {
+      model_reduced_.wait();
       grad_sync_.wait();
       param_sync_.wait_for_peers();
       last_.wait();
@@ -235,6 +236,8 @@ class DistributedAdam::Impl {
     }
   }
 
+  /// Whether others may still use this rank's memory after a wait for them has failed.
+  bool is_memory_in_use() const { return device_.kind != DeviceKind::kHost || param_sync_.peers().count > 0; }
   Device device() const { return device_; }
   const Layout& layout() const { return plan_.layout; }
   const ConstructionReport& construction() const { return report_; }
@@ -393,7 +396,10 @@ class DistributedAdam::Impl {
       kernels_->decide(memory, step_options(), stream);
     });
     // A device's outcome is not known yet: its step is not taken, and the report says why.
-    if (is_host() && memory.outcome->options_differ) require_equal_options();
+    if (is_host() && memory.outcome->options_differ) {
+      require_equal_options();
+      throw ContractError(options_differ_text());  // those that differ are in other groups
+    }
 
     guarded_step([&] {
       kernels_->clear(param_sync_.scales_to_clear(SyncScope::kTrainable), memory.outcome, stream);
@@ -405,13 +411,15 @@ class DistributedAdam::Impl {
     if (captured) {
       param_sync_.forget_events();
       grad_sync_.forget_events();
+      model_reduced_ = Work();
       last_ = Event(device_);
       return StepReport(std::make_shared<CapturedStep>());
     }
     record.launches = kernels_->take_launches() + param_sync_.take_launches();
     record.lr = plan_.groups.groups[0].lr.peak;  // until the step is known
     return guarded(comm_, [&] {
-      StepReport report = reports_.add(std::move(record), step_result(), param_sync_.reduced(), stream);
+      StepReport report =
+          reports_.add(std::move(record), step_result(), {model_reduced_, param_sync_.reduced()}, stream);
       grad_sync_.note_reported(stream);
       last_.record(stream);
       if (is_host()) reports_.make_room();
@@ -426,7 +434,7 @@ class DistributedAdam::Impl {
     record.lr = plan_.groups.groups[0].lr.peak;
     return guarded(comm_, [&] {
       last_.join(stream);
-      StepReport report = reports_.add(std::move(record), step_result(), Work(), stream);
+      StepReport report = reports_.add(std::move(record), step_result(), {}, stream);
       grad_sync_.note_reported(stream);
       last_.record(stream);
       return report;
@@ -532,8 +540,9 @@ class DistributedAdam::Impl {
   void reduce_statistics(StreamRef stream) {
     comm_.all_reduce(scalars_.statistics(), ReduceOp::kSum, Traffic::kStatistics, stream).join(stream);
     if (model_parallel_ == nullptr) return;
-    model_parallel_->all_reduce(scalars_.common_statistics(), ReduceOp::kSum, Traffic::kStatistics, stream)
-        .join(stream);
+    model_reduced_ = model_parallel_->all_reduce(scalars_.common_statistics(), ReduceOp::kSum,
+                                                 Traffic::kStatistics, stream);
+    model_reduced_.join(stream);
   }
 
   /// Collective: throws on every rank that has others than a rank of one of its groups. Every rank makes both
@@ -554,7 +563,16 @@ class DistributedAdam::Impl {
     std::vector<std::uint8_t> missing = locally_uninitialized();
     guarded(comm_, [&] { all_reduce_on_host(comm_, std::span(missing), ReduceOp::kMax, Traffic::kControl); });
     const std::vector<std::string> names = names_with_status(missing, 1);
-    if (names.empty()) return;
+    std::uint8_t is_any_missing = names.empty() ? 0 : 1;
+    if (model_parallel_ != nullptr) {
+      guarded_step([&] {
+        all_reduce_on_host(*model_parallel_, std::span(&is_any_missing, 1), ReduceOp::kMax,
+                           Traffic::kControl);
+      });
+    }
+    if (is_any_missing == 0) return;
+    if (names.empty())
+      throw ContractError("publish: params of other model-parallel ranks have no initial value");
     throw ContractError("publish: " + std::to_string(names.size()) +
                         " params have no initial value: " + quoted_list(names));
   }
@@ -681,6 +699,15 @@ class DistributedAdam::Impl {
     return {{"hyper-parameters of the next step", text.str()}};
   }
 
+  std::string options_differ_text() const {
+    return "step: ranks hold different hyper-parameters or counts of taken steps, or model-parallel ranks of "
+           "tokens, so "
+           "the step was not taken; every rank must call set_lr, set_weight_decay, set_betas and "
+           "set_steps_taken with the "
+           "same values before the same step. This rank: " +
+           option_fields().front().text;
+  }
+
   std::int64_t options_hash() const {
     std::uint64_t hash = 1;
     for (const ParamGroup& group : plan_.groups.groups) {
@@ -732,13 +759,7 @@ class DistributedAdam::Impl {
     record.nonfinite_gradient_rank = outcome.nonfinite_rank;
     record.local_nonfinite_params = locally_nonfinite(result.local_status);
 
-    if (outcome.options_differ) {
-      throw ContractError(
-          "step: ranks hold different hyper-parameters or counts of taken steps, so the step was not taken; "
-          "every rank must call set_lr, set_weight_decay, set_betas and set_steps_taken with the same values "
-          "before the same step. This rank: " +
-          option_fields().front().text);
-    }
+    if (outcome.options_differ) throw ContractError(options_differ_text());
     if (outcome.is_step_missing) {
       throw ContractError(
           "step: the replays of a captured step went on behind the " + std::to_string(table_steps_) +
@@ -780,7 +801,8 @@ class DistributedAdam::Impl {
   StepReports reports_;
   std::vector<std::string> group_names_;
   ConstructionReport report_;
-  Event last_;  // the end of the newest call that enqueued work
+  Work model_reduced_;  // of the statistics, over the model-parallel ranks
+  Event last_;          // the end of the newest call that enqueued work
   bool published_ = false;
   std::int64_t first_table_step_ = 1;
   bool is_last_step_kept_ = true;
@@ -822,10 +844,9 @@ DistributedAdam::DistributedAdam(std::vector<ParamSpec> specs, const Config& con
 }
 
 DistributedAdam::~DistributedAdam() {
-  const bool is_host = impl_->device().kind == DeviceKind::kHost;
   // Kernels of a transport that wait for a lost peer still use the memory, and freeing it would wait for
-  // them.
-  if (!impl_->settle() && !is_host) static_cast<void>(impl_.release());
+  // them; a late rank may still store into it.
+  if (!impl_->settle() && impl_->is_memory_in_use()) static_cast<void>(impl_.release());
 }
 
 const Layout& DistributedAdam::layout() const {

@@ -3,6 +3,8 @@
 #include <iomanip>
 #include <sstream>
 
+#include "mxopt/optimizer/step_kernels.h"
+
 namespace mxopt {
 
 namespace {
@@ -57,7 +59,8 @@ GatherCosts gather_costs(const Layout& layout, DType grad_dtype) {
 GatherPlan cheaper_gather(const GatherCosts& costs, const CopyRates& rates) {
   if (costs.world_size == 1) return {false, false, "one rank"};
   if (rates.to_peer <= 0 || rates.local <= 0)
-    return {false, false, "the transport does not know the rate of its links"};
+    return {false, false,
+            rates.reason.empty() ? "the transport does not know the rate of its links" : rates.reason};
   const auto peers = static_cast<double>(costs.world_size - 1);
   const double update_s = costs.update_bytes / rates.local;
   const double row_s = peers * costs.row_bytes / rates.to_peer;
@@ -80,6 +83,11 @@ GatherPlan plan_gather(const Layout& layout, const Config& config, Communicator&
   if (parallel.gather == GatherChoice::kCollective) return {false, false, "as configured"};
   // validate() refuses kDirect with this format.
   if (parallel.gather_format == GatherFormat::kBf16) return {false, false, "parallel.gather_format is bf16"};
+  if (comm.size() - 1 > PeerStores::kMostPeers) {
+    return without_window(parallel.gather, "a rank stores to " + std::to_string(PeerStores::kMostPeers) +
+                                               " peers at most, and the group has " +
+                                               std::to_string(comm.size()) + " ranks");
+  }
   if (parallel.gather == GatherChoice::kDirect) return {true, true, "as configured"};
   if (comm.size() == 1) return cheaper_gather(gather_costs(layout, config.optimizer.grad_dtype), {});
   return cheaper_gather(gather_costs(layout, config.optimizer.grad_dtype), comm.measure_copy_rates());

@@ -14,7 +14,7 @@ bool covers(SyncScope scope, const Family& family) {
 }
 
 PeerStores stores_to(const PeerWindow& window, const Buffer& own, int rank) {
-  MXOPT_CHECK_LE(window.bases.size(), static_cast<std::size_t>(PeerStores::kMostPeers));
+  MXOPT_CHECK_LE(window.bases.size(), std::size_t{PeerStores::kMostPeers + 1});
   PeerStores peers;
   for (std::size_t peer = 0; peer < window.bases.size(); ++peer) {
     if (static_cast<int>(peer) == rank) continue;
@@ -172,7 +172,10 @@ void ParamSync::open(StreamRef stream) {
 
 void ParamSync::open_publish(StreamRef stream) {
   open(stream);
-  if (plan_.is_row_direct) meet(stream).join(stream);
+  if (!plan_.is_row_direct) return;
+  Work met = meet(stream);
+  met.join(stream);
+  met.wait();  // so that nothing is stored behind a reduction that a lost peer has ended
 }
 
 /// A reduction that no rank leaves before all have entered it.

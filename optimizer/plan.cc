@@ -86,7 +86,7 @@ void unite_groups(Plan& plan, Communicator& model_parallel) {
 /// Collective: takes params out of the norms that a lower rank has with the same duplicate_key. Throws on
 /// every rank when the shapes of copies differ.
 void count_duplicates_once(Plan& plan, Communicator& model_parallel) {
-  constexpr std::size_t kNumbers = 2;  // hashes of key and shape
+  constexpr std::size_t kNumbers = 3;  // hashes of key, of shape, and of how it is trained
   std::vector<std::size_t> params;
   std::vector<std::int64_t> own;
   for (std::size_t p = 0; p < plan.layout.params().size(); ++p) {
@@ -95,6 +95,10 @@ void count_duplicates_once(Plan& plan, Communicator& model_parallel) {
     params.push_back(p);
     own.push_back(static_cast<std::int64_t>(hash64(param.duplicate_key)));
     own.push_back(static_cast<std::int64_t>(hash64(shape_text(param.shape))));
+    const GroupPart& part = plan.groups.parts[static_cast<std::size_t>(plan.groups.part_of[p])];
+    const std::string training = plan.groups.groups[static_cast<std::size_t>(part.group)].name + '\n' +
+                                 std::to_string(plan.norm_of[p]) + (param.family.frozen ? "\nfrozen" : "");
+    own.push_back(static_cast<std::int64_t>(hash64(training)));
   }
   const auto ranks = static_cast<std::size_t>(model_parallel.size());
   const std::vector<std::int64_t> own_size(1, static_cast<std::int64_t>(own.size()));
@@ -107,15 +111,16 @@ void count_duplicates_once(Plan& plan, Communicator& model_parallel) {
 
   struct Copy {
     std::size_t rank;
-    std::int64_t shape;
+    std::int64_t shape, training;
   };
   std::map<std::int64_t, Copy> first;  // by the hash of the key
-  std::set<std::int64_t> bad_keys;
+  std::set<std::int64_t> bad_keys, bad_training;
   for (std::size_t rank = 0; rank < ranks; ++rank) {
     const std::int64_t* const of_rank = all.data() + rank * longest;
     for (std::size_t i = 0; i < static_cast<std::size_t>(sizes[rank]); i += kNumbers) {
-      const auto [copy, is_new] = first.try_emplace(of_rank[i], Copy{rank, of_rank[i + 1]});
+      const auto [copy, is_new] = first.try_emplace(of_rank[i], Copy{rank, of_rank[i + 1], of_rank[i + 2]});
       if (!is_new && copy->second.shape != of_rank[i + 1]) bad_keys.insert(of_rank[i]);
+      if (!is_new && copy->second.training != of_rank[i + 2]) bad_training.insert(of_rank[i]);
     }
   }
   std::string problems;
@@ -127,12 +132,17 @@ void count_duplicates_once(Plan& plan, Communicator& model_parallel) {
                   shape_text(param.shape) + "): other model-parallel ranks have its duplicate_key '" +
                   param.duplicate_key + "' at another shape";
     }
+    if (bad_training.contains(key) && !bad_keys.contains(key)) {
+      problems += (problems.empty() ? "param '" : "\nparam '") + param.name +
+                  "': other model-parallel ranks have its duplicate_key '" + param.duplicate_key +
+                  "' in another group or norm, or frozen where this one is not";
+    }
     if (first.at(key).rank != static_cast<std::size_t>(model_parallel.rank())) plan.norm_of[params[i]] = -1;
   }
-  if (bad_keys.empty()) return;
+  if (bad_keys.empty() && bad_training.empty()) return;
   throw ConfigError(!problems.empty() ? problems
                                       : "params of other model-parallel ranks with one duplicate_key have "
-                                        "different shapes");
+                                        "different shapes, groups or norms");
 }
 
 std::string place_in(const Communicator& comm) {

@@ -302,7 +302,7 @@ __global__ void __launch_bounds__(kThreads)
   wait_for_former_launches();
   std::int64_t* const message = reinterpret_cast<std::int64_t*>(memory.statistics.step);
   const std::int64_t hash_at = &memory.statistics.step->options_hash - message;
-  const std::int64_t tokens_at = &memory.statistics.step->tokens - message;
+  const std::int64_t tokens_at = memory.statistics.tokens - message;
   const std::int64_t stride = static_cast<std::int64_t>(gridDim.x) * kThreads;
   for (std::int64_t i = static_cast<std::int64_t>(blockIdx.x) * kThreads + threadIdx.x;
        i < memory.statistics.elems; i += stride) {

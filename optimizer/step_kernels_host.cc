@@ -399,7 +399,7 @@ class HostStepKernels final : public StepKernels {
     std::memset(static_cast<void*>(statistics.step), 0,
                 static_cast<std::size_t>(statistics.elems) * sizeof(std::int64_t));
     statistics.step->options_hash = agreement_hash(options_hash, memory.state->taken);
-    statistics.step->tokens = std::exchange(*memory.tokens, 0);
+    *statistics.tokens = std::exchange(*memory.tokens, 0);
   }
 
   void add_tokens(std::int64_t* sum, std::int64_t count, const std::int64_t* counter, StreamRef) override {

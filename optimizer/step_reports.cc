@@ -34,7 +34,7 @@ std::uint8_t* lay_out(std::uint8_t* base, const StepReports::Result& shape, Step
 
 class StepReports::Pending final : public StepReport::Source {
  public:
-  Pending(StepRecord record, Slot& slot, Work last, const StepReports& owner)
+  Pending(StepRecord record, Slot& slot, std::array<Work, 2> last, const StepReports& owner)
       : record_(std::move(record)), slot_(&slot), last_(std::move(last)), owner_(&owner) {}
 
   const StepRecord& read() override {
@@ -46,7 +46,7 @@ class StepReports::Pending final : public StepReport::Source {
   /// Waits for the step, then keeps what is to be thrown. A PeerError leaves the report as it was.
   void complete() {
     if (slot_ == nullptr) return;
-    last_.wait();
+    for (Work& work : last_) work.wait();
     slot_->written.wait();
     try {
       owner_->complete_(record_, slot_->result);
@@ -54,7 +54,7 @@ class StepReports::Pending final : public StepReport::Source {
       problem_ = std::current_exception();
     }
     slot_ = nullptr;
-    last_ = Work();
+    last_ = {};
   }
 
   void give_up() {
@@ -67,7 +67,7 @@ class StepReports::Pending final : public StepReport::Source {
  private:
   StepRecord record_;
   Slot* slot_;  // null: complete
-  Work last_;
+  std::array<Work, 2> last_;
   const StepReports* owner_;
   std::exception_ptr problem_;
 };
@@ -100,7 +100,8 @@ void StepReports::make_room() {
   oldest->read();
 }
 
-StepReport StepReports::add(StepRecord record, const Result& result, Work last, StreamRef stream) {
+StepReport StepReports::add(StepRecord record, const Result& result, std::array<Work, 2> last,
+                            StreamRef stream) {
   Slot& slot = slots_[next_];
   next_ = (next_ + 1) % slots_.size();
   const auto receive = [&](auto to, auto from) {

@@ -1,6 +1,7 @@
 // Outcomes of steps on their way from the device to the host.
 #pragma once
 
+#include <array>
 #include <cstdint>
 #include <functional>
 #include <memory>
@@ -42,9 +43,9 @@ class StepReports {
   void make_room();
 
   /// Enqueues the copies of `result`.
-  /// last  a call whose end means that no peer is missing; it is waited for first, for the sake of its
-  /// deadline.
-  StepReport add(StepRecord record, const Result& result, Work last, StreamRef stream);
+  /// last  of each group of ranks, a call whose end means that no peer is missing; they are waited for first,
+  ///       for the sake of their deadlines.
+  StepReport add(StepRecord record, const Result& result, std::array<Work, 2> last, StreamRef stream);
 
   /// Completes all reports; what they found is thrown when they are read.
   void settle();

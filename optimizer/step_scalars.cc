@@ -33,7 +33,7 @@ StepScalars::StepScalars(int groups, std::int64_t steps, const StepState& initia
     : device_(device) {
   const auto norms = static_cast<std::int64_t>(layout.separate_max_norms.size());
   StatisticsMemory& statistics = memory_.statistics;
-  common_elems_ = kStatisticsElems + layout.model_parallel_ranks + norms * kElemsOf<NormSum>;
+  common_elems_ = kStatisticsElems + 2 * layout.model_parallel_ranks + norms * kElemsOf<NormSum>;
   statistics.elems = common_elems_ + layout.params * kElemsOf<ParamSums>;
   statistics.counts_zeros = layout.counts_zeros;
   double* max_norms = nullptr;
@@ -45,8 +45,12 @@ StepScalars::StepScalars(int groups, std::int64_t steps, const StepState& initia
     if (layout.model_parallel_ranks > 0) {
       memory_.nonfinite_runs_of_ranks = of_ranks;
       statistics.nonfinite_runs_of_rank = of_ranks + layout.model_parallel_rank;
+      memory_.tokens_of_ranks = of_ranks + layout.model_parallel_ranks;
+      statistics.tokens = of_ranks + layout.model_parallel_ranks + layout.model_parallel_rank;
+    } else {
+      statistics.tokens = &statistics.step->tokens;
     }
-    statistics.norms = reinterpret_cast<NormSum*>(of_ranks + layout.model_parallel_ranks);
+    statistics.norms = reinterpret_cast<NormSum*>(of_ranks + 2 * layout.model_parallel_ranks);
     if (layout.params > 0) statistics.params = reinterpret_cast<ParamSums*>(message + common_elems_);
     memory_.norms = {statistics.norms, max_norms = pieces.take<double>(base, norms),
                      pieces.take<NormOutcome>(base, norms), static_cast<int>(norms)};

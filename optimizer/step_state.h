@@ -90,7 +90,7 @@ struct StatisticsMemory {
   StatisticsMemory() = default;
   /// The head alone.
   // NOLINTNEXTLINE(google-explicit-constructor)
-  StatisticsMemory(StepStatistics& head) : step(&head), elems(kStatisticsElems) {}
+  StatisticsMemory(StepStatistics& head) : step(&head), tokens(&head.tokens), elems(kStatisticsElems) {}
 
   /// Where the squares of a segment's gradients go; null: nowhere.
   /// norm  see SegmentRow.
@@ -101,6 +101,7 @@ struct StatisticsMemory {
 
   StepStatistics* step = nullptr;
   std::int64_t* nonfinite_runs_of_rank = nullptr;  // this rank's in the model-parallel group; may be null
+  std::int64_t* tokens = nullptr;                  // where this rank's tokens go
   NormSum* norms = nullptr;                        // [separate norms]
   ParamSums* params = nullptr;                     // [params]; null: not wanted
   bool counts_zeros = false;
@@ -111,6 +112,7 @@ struct StatisticsMemory {
 struct StepMemory {
   StatisticsMemory statistics;
   const std::int64_t* nonfinite_runs_of_ranks = nullptr;  // [model-parallel ranks]
+  const std::int64_t* tokens_of_ranks = nullptr;          // [model-parallel ranks]
   SeparateNorms norms;
   StepState* state = nullptr;
   StepOutcome* outcome = nullptr;
@@ -147,9 +149,15 @@ MXOPT_HD void advance(const StepMemory& memory, const StepOptions& options) {
                            static_cast<std::uint64_t>(options.world_size) *
                                static_cast<std::uint64_t>(agreement_hash(options.hash, state.taken));
   outcome.is_step_missing = !table.has_step(state.taken + 1);
+  // Model-parallel ranks see the same tokens: those that have counted any must have counted alike.
+  outcome.tokens = reduced.tokens;
+  for (int rank = 0; rank < options.model_parallel_ranks; ++rank) {
+    const std::int64_t tokens = memory.tokens_of_ranks[rank];
+    if (tokens == 0) continue;
+    if (outcome.tokens != 0 && outcome.tokens != tokens) outcome.options_differ = true;
+    outcome.tokens = tokens;
+  }
   const bool is_void = outcome.options_differ || outcome.is_step_missing;
-  // Model-parallel ranks see the same tokens, and each of them has counted them.
-  outcome.tokens = reduced.tokens / (options.model_parallel_ranks > 1 ? options.model_parallel_ranks : 1);
   const double divisor =
       state.loss_scale.scale * static_cast<double>(options.divides_by_tokens ? counted(outcome.tokens) : 1);
   const StepDecision decision = decide(reduced, divisor, options.max_norm, options.skip_norm, memory.norms);

@@ -12,12 +12,13 @@
 //              gathers, and the wait for all of it. update, direct: the update that stores to the peers too,
 //              the scales to the peers, MAX, cut bands, the closing reduction, and the wait for all of it.
 //              stores to 1, 3, 7: that update and the scales, each byte stored to so many places of the next
-//              rank, as at W = 2, 4, 8, with nothing behind it. Then what gather_plan.h predicts from the
-//              rates measured in this run: model, W = n: the larger of update and link; implementation says
-//              what kAuto chooses there. For more ranks than a machine has, one rank's stores are the same, W
-//              - 1 times.
+//              rank, as at W = 2, 4, 8, with nothing behind it. Then, for groups of other sizes in which a
+//              rank owns as much, what follows from this run, and what kAuto chooses there: "model, direct"
+//              is the larger of the measured update and W - 1 times the bytes at the measured rate of the
+//              link; "model, gather" the update and W - 1 times what the all-gather took behind it, of which
+//              a forward pass may hide a part.
 //   bytes      of the rank, through its own memory: gradients, master and moments, planes and values; in
-//              "stores" and "model" what leaves over the link, scales included.
+//              "stores" and in the models what leaves over the link, scales included.
 //   wrong      plane and scale bytes after an update that are not the same as after one with all-gathers, on
 //              all ranks.
 //   times      those of the slowest rank.
@@ -240,6 +241,7 @@ void run_workload(const Workload& work, int repeats, const bench::World& world, 
   Rank collective(work, kCollective, comm, stream);
   const std::int64_t bytes = collective.bytes_of_update(work.storage);
   const GatherCosts costs = gather_costs(collective.layout(), work.grad_dtype);
+  double update_ms = 0, gather_ms = 0;
   if (world.size() > 1) {
     Rank storing(work, direct, comm, stream);
     for (Rank* rank : {&collective, &storing}) {
@@ -248,8 +250,12 @@ void run_workload(const Workload& work, int repeats, const bench::World& world, 
     }
     synchronize(comm.device(), stream);
     const std::int64_t wrong = world.sum(storing.count_wrong(collective));
-    add("update", bytes, collective.time(repeats, [&] { collective.update(); }));
-    add("update, collective", bytes, collective.time(repeats, [&] { collective.all(); }));
+    const bench::Times update = collective.time(repeats, [&] { collective.update(); });
+    const bench::Times gathered = collective.time(repeats, [&] { collective.all(); });
+    update_ms = world.slowest(update).p50_ms;
+    gather_ms = world.slowest(gathered).p50_ms - update_ms;
+    add("update", bytes, update);
+    add("update, collective", bytes, gathered);
     add("update, direct", bytes, storing.time(repeats, [&] { storing.all(); }), wrong);
   } else {
     add("update", bytes, collective.time(repeats, [&] { collective.update(); }));
@@ -267,15 +273,17 @@ void run_workload(const Workload& work, int repeats, const bench::World& world, 
     GatherCosts of_group = costs;
     of_group.world_size = size;
     const GatherPlan plan = cheaper_gather(of_group, rates);
-    const double update_ms = 1e3 * costs.update_bytes / rates.local;
-    const double link_ms = 1e3 * link_bytes * (size - 1) / rates.to_peer;
-    row.implementation = plan.is_column_direct || (plan.is_row_direct && costs.column_bytes == 0)
-                             ? "auto: direct"
-                         : plan.is_row_direct ? "auto: rows direct"
-                                              : "auto: collective";
+    const std::string name = ", W = " + std::to_string(size) + ", auto: " +
+                             (!plan.is_row_direct                                ? "collective"
+                              : plan.is_column_direct || costs.column_bytes == 0 ? "direct"
+                                                                                 : "rows direct");
+    const auto bytes_sent = static_cast<std::int64_t>(link_bytes * (size - 1));
     row.has_minimum = false;
-    add("model, W = " + std::to_string(size), static_cast<std::int64_t>(link_bytes * (size - 1)),
-        {0, std::max(update_ms, link_ms), 0});
+    row.implementation = "model, direct";
+    add("update" + name, bytes_sent,
+        {0, std::max(update_ms, 1e3 * link_bytes * (size - 1) / rates.to_peer), 0});
+    row.implementation = "model, gather";
+    add("update" + name, bytes_sent, {0, update_ms + (size - 1) * gather_ms, 0});
   }
 }
 

@@ -335,6 +335,7 @@ class Rows {
 
 Config config_of(DType grad_dtype) {
   Config config;
+  config.parallel.gather = GatherChoice::kCollective;  // as the phases above
   config.optimizer.grad_dtype = grad_dtype;
   config.parallel.device = DeviceChoice::kCuda;
   config.parallel.timeout_s = kTimeoutS;

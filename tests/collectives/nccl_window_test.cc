@@ -1,8 +1,11 @@
-// Windows need several GPUs; what can be asked without them is asked in nccl_preflight_test.cc, and windows
-// at work are in nccl_communicator_test.cc and tests/optimizer/direct_gather_cuda_test.cu.
+// Windows need several GPUs: at work they are in nccl_communicator_test.cc and in
+// tests/optimizer/direct_gather_cuda_test.cu. What can be asked without them is asked here and in
+// nccl_preflight_test.cc.
 #include "mxopt/collectives/nccl_window.h"
 
 #include <cstdint>
+#include <memory>
+#include <utility>
 #include <vector>
 
 #include <gtest/gtest.h>
@@ -30,6 +33,31 @@ TEST(NcclWindow, MemoryOfItsAllocatorIsZeroedAndCanBeCopied) {
   copy_bytes(back.data(), to.data(), kBytes, kGpu, stream.ref());
   synchronize(kGpu, stream.ref());
   EXPECT_EQ(back, values);
+}
+
+/// Gives memory `skip` bytes into that of another allocator.
+class Skipping final : public Allocator {
+ public:
+  Skipping(std::shared_ptr<Allocator> inner, std::int64_t skip) : inner_(std::move(inner)), skip_(skip) {}
+  void* allocate(std::int64_t bytes, std::int64_t alignment_bytes) override {
+    return static_cast<std::uint8_t*>(inner_->allocate(bytes + skip_, alignment_bytes)) + skip_;
+  }
+  void deallocate(void* data, std::int64_t bytes) noexcept override {
+    inner_->deallocate(static_cast<std::uint8_t*>(data) - skip_, bytes + skip_);
+  }
+
+ private:
+  std::shared_ptr<Allocator> inner_;
+  std::int64_t skip_;
+};
+
+TEST(NcclWindow, MemoryIsGoodFromTheBeginOfAnAllocationOfNccl) {
+  MXOPT_SKIP_WITHOUT(kGpu);
+  constexpr std::int64_t kBytes = 5 << 20;
+  const auto nccl = cuda::make_window_allocator(0);
+  EXPECT_TRUE(cuda::is_window_memory(Buffer(kBytes, kGpu, nccl)));
+  EXPECT_FALSE(cuda::is_window_memory(Buffer(kBytes, kGpu, std::make_shared<Skipping>(nccl, 4096))));
+  EXPECT_FALSE(cuda::is_window_memory(Buffer(kBytes, kGpu, default_allocator(kGpu))));
 }
 
 TEST(NcclWindow, AnOrdinaryAddressIsNoWindow) {

@@ -277,17 +277,22 @@ TEST_F(DirectGather, APeerWaitsForAColumnPlaneThatIsReadBehindGradReady) {
 
 TEST_F(DirectGather, ASkippedStepStoresNothingAnywhere) {
   on_ranks([](const Rank& rank) {
-    const std::vector<ParamSpec> specs{spec("a", {320, 416}, ParamFormat::kMxfp8, Storage::kBoth)};
+    const std::vector<ParamSpec> specs{spec("a", {kRows, kCols}, ParamFormat::kMxfp8, Storage::kBoth)};
     Config config;
     config.parallel.gather = GatherChoice::kDirect;
     const Stream stream(rank.device);
     DistributedAdam opt(specs, config, rank.nccl, rank.device);
+    ASSERT_GT(opt.construction().cut.cut_bands, 0);
     test::set_all_initial(opt, specs, 0, stream.ref());
     opt.publish(stream.ref());
-    // All planes are poisoned: what a skipped step stores would show.
+    // All is poisoned, with other bytes on each rank: what a skipped step stores would show.
     const MxView planes = opt.param("a").planes;
-    for (std::uint8_t* data : {planes.row_data, planes.column_data}) {
-      ASSERT_EQ(cudaMemsetAsync(data, 0xEE, static_cast<std::size_t>(planes.elems()),
+    const ParamLayout& param = opt.layout().param(0);
+    for (const auto& [data, bytes] : {std::pair{planes.row_data, planes.elems()},
+                                      {planes.column_data, planes.elems()},
+                                      {planes.row_scales, param.row_scales_bytes},
+                                      {planes.column_scales, param.column_scales_bytes}}) {
+      ASSERT_EQ(cudaMemsetAsync(data, 0xE0 + rank.number(), static_cast<std::size_t>(bytes),
                                 static_cast<cudaStream_t>(stream.ref().native())),
                 cudaSuccess);
     }
@@ -305,11 +310,11 @@ TEST_F(DirectGather, ASkippedStepStoresNothingAnywhere) {
   });
 }
 
-TEST_F(DirectGather, AutoIsDirectOnTwoGpusAndSaysWhatItMeasured) {
+TEST_F(DirectGather, AutoSaysWhatItMeasured) {
   on_ranks([](const Rank& rank) {
     const DistributedAdam opt(test::mixed_specs(), Config(), rank.nccl, rank.device);
     const std::string& text = opt.construction().gather;
-    EXPECT_EQ(text.rfind("direct (an update takes ", 0), 0u) << text;
+    EXPECT_NE(text.find("(an update takes "), std::string::npos) << text;
     EXPECT_NE(text.find("storing to 1 peer takes "), std::string::npos) << text;
   });
 }

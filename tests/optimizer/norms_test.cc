@@ -387,8 +387,8 @@ TEST_P(NormsOf, AllOfThemAreOneMessageOfEachGroupAndNoMoreLaunches) {
       }
       if (!with_all) return;
       // The head of 21 numbers, 2 of the ranks, 18 of the heads' norm, and 38 of each of 11 params.
-      EXPECT_EQ(model.counts(Traffic::kStatistics).bytes, (22 + 2 + 18) * 8);
-      EXPECT_EQ(data.counts(Traffic::kStatistics).bytes, (22 + 2 + 18 + 11 * 38) * 8);
+      EXPECT_EQ(model.counts(Traffic::kStatistics).bytes, (22 + 2 * 2 + 18) * 8);
+      EXPECT_EQ(data.counts(Traffic::kStatistics).bytes, (22 + 2 * 2 + 18 + 11 * 38) * 8);
     });
   }
   ASSERT_EQ(launches.size(), 2U);
@@ -450,7 +450,15 @@ TEST_P(NormsOf, OtherHyperParametersOfAModelParallelRankAreAnErrorOnAllRanks) {
     EXPECT_TRUE(opt.step(rank.place.stream)->taken) << "it can be mended";
   });
   ASSERT_EQ(texts.size(), 4U);
-  for (const std::string& text : texts) EXPECT_TRUE(contains(text, "lr 0x1p-1")) << text;
+  int with_other_values = 0;
+  for (const std::string& text : texts) {
+    EXPECT_TRUE(contains(text, "different hyper-parameters") ||
+                contains(text, "hyper-parameters of the next step"))
+        << text;
+    with_other_values += contains(text, "lr 0x1p-1") ? 1 : 0;
+  }
+  // A device finds out after the messages, and tells a rank of its own values.
+  EXPECT_EQ(with_other_values, device().kind == DeviceKind::kHost ? 4 : 2);
 }
 
 // Without it, the tests of equal bits that use the scenario would show little.

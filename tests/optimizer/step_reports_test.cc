@@ -46,7 +46,7 @@ class StepReportsOf : public ::testing::TestWithParam<DeviceKind> {
     record.calls = 5;
     StepReports::Result all = result();
     all.outcome = reinterpret_cast<const StepOutcome*>(outcomes_.back()->data());
-    return reports_->add(std::move(record), all, Work(), StreamRef());
+    return reports_->add(std::move(record), all, {}, StreamRef());
   }
   int depth() const { return StepReports::depth_of(device()); }
 

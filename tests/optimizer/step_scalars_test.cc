@@ -50,14 +50,16 @@ TEST_P(StepScalarsOf, StatisticsAreOneMessageThatEndsWithWhatIsOfOneParam) {
   const StatisticsMemory& statistics = memory.statistics;
   EXPECT_TRUE(statistics.counts_zeros);
   constexpr std::int64_t kParamElems = 2 * kSumLimbs + 2;
-  EXPECT_EQ(scalars.common_statistics().elems, kStatisticsElems + 3 + 2 * kSumLimbs);
+  EXPECT_EQ(scalars.common_statistics().elems, kStatisticsElems + 2 * 3 + 2 * kSumLimbs);
   EXPECT_EQ(scalars.statistics().elems, scalars.common_statistics().elems + 7 * kParamElems);
   EXPECT_EQ(statistics.elems, scalars.statistics().elems);
   const auto* const message = static_cast<const std::int64_t*>(scalars.statistics().data);
   EXPECT_EQ(scalars.common_statistics().data, message);
   EXPECT_EQ(memory.nonfinite_runs_of_ranks, message + kStatisticsElems);
   EXPECT_EQ(statistics.nonfinite_runs_of_rank, message + kStatisticsElems + 1);
-  EXPECT_EQ(statistics.squares_of(2), message + kStatisticsElems + 3 + kSumLimbs);
+  EXPECT_EQ(memory.tokens_of_ranks, message + kStatisticsElems + 3);
+  EXPECT_EQ(statistics.tokens, message + kStatisticsElems + 3 + 1);
+  EXPECT_EQ(statistics.squares_of(2), message + kStatisticsElems + 2 * 3 + kSumLimbs);
   EXPECT_EQ(statistics.squares_of(0), statistics.step->square_sum);
   EXPECT_EQ(statistics.squares_of(-1), nullptr);
   EXPECT_EQ(static_cast<const void*>(statistics.params + 7), message + statistics.elems);

@@ -37,8 +37,9 @@ struct Step {
   }
 
   StepMemory memory() {
-    return {statistics, of_ranks, {norm_sums, norm_limits, norms, separate_norms}, &state, &outcome, scalars,
-            &tokens,    table};
+    return {statistics, of_ranks, tokens_of_ranks, {norm_sums, norm_limits, norms, separate_norms},
+            &state,     &outcome, scalars,         &tokens,
+            table};
   }
   void run() { advance(memory(), options); }
 
@@ -49,6 +50,7 @@ struct Step {
   AdamScalars scalars[2];
   StepOutcome outcome;
   std::int64_t of_ranks[3] = {};
+  std::int64_t tokens_of_ranks[3] = {};
   NormSum norm_sums[1];
   double norm_limits[1] = {0};
   NormOutcome norms[1];
@@ -101,16 +103,25 @@ TEST(StepState, GradientsAreDividedByTheTokensOfAllRanksWhereThatIsAskedFor) {
   }
 }
 
-// Each of them has counted the same tokens, and the message adds them up.
-TEST(StepState, TokensOfModelParallelRanksCountOnce) {
+TEST(StepState, ModelParallelRanksThatCountTokensCountAlike) {
   Step step;
-  step.statistics.tokens = 3 * 8;
   step.options.model_parallel_ranks = 3;
   step.options.divides_by_tokens = true;
   step.options.max_norm = 0;
+  step.tokens_of_ranks[0] = step.tokens_of_ranks[2] = 8;  // the one between them has added 0
   step.run();
+  EXPECT_TRUE(step.outcome.taken);
   EXPECT_EQ(step.outcome.tokens, 8);
   EXPECT_EQ(step.outcome.grad_norm, 2 / (step.outcome.loss_scale * 8));
+
+  Step other;
+  other.options.model_parallel_ranks = 3;
+  other.options.divides_by_tokens = true;
+  other.tokens_of_ranks[0] = 8;
+  other.tokens_of_ranks[1] = 9;
+  other.run();
+  EXPECT_TRUE(other.outcome.options_differ);
+  EXPECT_FALSE(other.outcome.taken);
 }
 
 TEST(StepState, StepsBehindTheTableHaveTheLastRateAndWeightDecay) {

@@ -6,6 +6,7 @@
 #include <functional>
 #include <memory>
 #include <new>
+#include <optional>
 #include <string>
 #include <thread>
 #include <utility>
@@ -60,7 +61,11 @@ class FaultyCommunicator final : public Communicator {
   Health health() override { return inner_.health(); }
   std::shared_ptr<Allocator> window_allocator() override { return inner_.window_allocator(); }
   PeerWindow open_window(const Buffer& buffer) override { return inner_.open_window(buffer); }
-  CopyRates measure_copy_rates() override { return inner_.measure_copy_rates(); }
+  CopyRates measure_copy_rates() override {
+    return rates_.has_value() ? *rates_ : inner_.measure_copy_rates();
+  }
+  /// What measure_copy_rates() says from now on.
+  void set_copy_rates(const CopyRates& rates) { rates_ = rates; }
 
   /// Breaks one more call; fault.nth counts from now on.
   void arm(Fault fault) {
@@ -175,6 +180,7 @@ class FaultyCommunicator final : public Communicator {
   }
 
   Communicator& inner_;
+  std::optional<CopyRates> rates_;
   std::vector<Fault> faults_;
   Observer observer_;
   std::int64_t seen_[kTrafficKinds] = {};

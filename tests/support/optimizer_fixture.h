@@ -342,6 +342,7 @@ inline void add_record_facts(Facts& facts, const StepRecord& record, const std::
   count("calls", record.calls);
   count("consecutive_skips", record.consecutive_skips);
   count("skipped_total", record.skipped_total);
+  count("tokens", record.tokens);
   number("grad_norm", record.grad_norm);
   number("clip_factor", static_cast<double>(record.clip_factor));
   number("loss_scale", record.loss_scale);
