@@ -303,8 +303,12 @@ void run(int argc, char** argv) {
       bench::start_measurements(argc, argv, world.device(), stream.ref(), world.size(), world.rank());
   const CopyRates rates = comm->measure_copy_rates();
   if (world.rank() == 0) {
-    std::cout << comm->describe() << "; copies at " << rates.local / 1e9 << " GB/s in memory, "
-              << rates.to_peer / 1e9 << " GB/s to a peer\n";
+    std::cout << comm->describe();
+    if (rates.to_peer > 0) {
+      std::cout << "; copies at " << rates.local / 1e9 << " GB/s in memory, " << rates.to_peer / 1e9
+                << " GB/s to a peer";
+    }
+    std::cout << '\n';
   }
   // 134,217,728 elements of each of two ranks.
   bench::ParamList matrix = bench::one_matrix(32768, 8192);
