@@ -58,13 +58,12 @@ void broadcast_on_host(Communicator& comm, TypedSpan buffer, int root, Traffic t
 }
 
 PeerWindow exchange_addresses(Communicator& comm, const Buffer& buffer) {
-  const auto mine = static_cast<std::int64_t>(reinterpret_cast<std::intptr_t>(buffer.data()));
-  std::vector<std::int64_t> all(static_cast<std::size_t>(comm.size()));
-  all_gather_on_host(comm, std::span(all), std::span(&mine, 1), Traffic::kControl);
   PeerWindow window;
-  for (const std::int64_t address : all) {
-    window.bases.push_back(reinterpret_cast<std::uint8_t*>(static_cast<std::intptr_t>(address)));
-  }
+  window.bases.resize(static_cast<std::size_t>(comm.size()));
+  std::uint8_t* mine = buffer.data();
+  constexpr auto kBytes = static_cast<std::int64_t>(sizeof(mine));
+  all_gather_on_host(comm, TypedSpan(window.bases.data(), DType::kUint8, kBytes * comm.size()),
+                     ConstTypedSpan(&mine, DType::kUint8, kBytes), Traffic::kControl);
   return window;
 }
 
