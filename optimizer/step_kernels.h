@@ -118,9 +118,9 @@ class StepKernels {
   /// The same writeback without an update, frozen params included.
   virtual void writeback(StreamRef stream) = 0;
 
-  // With peers, bytes and values are stored to them in the passes above and in cast_cut_bands(). Scales follow
-  // in a pass of their own: within a tile of 32 rows they are a few bytes a row, each of which would be a
-  // packet of its own on the link, for as many packets as there are of data.
+  // With peers, bytes and values are stored to them in the passes above and in cast_cut_bands(). Scales
+  // follow in a pass of their own: within a tile of 32 rows they are a few bytes a row, each of which would
+  // be a packet of its own on the link, for as many packets as there are of data.
 
   /// Stores the scales of the blocks that this rank owns as a whole to the peers. Nothing without peers.
   /// frozen_too  as in writeback.
