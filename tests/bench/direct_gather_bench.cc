@@ -3,7 +3,7 @@
 //
 //   direct_gather_bench [--repeats 20] [--json FILE] [--commit TEXT]
 //
-//   workloads  a matrix of which each of two ranks owns 134 million elements, with compact and with swizzled
+//   workloads  a matrix of which each rank owns 134,217,728 elements, with compact and with swizzled
 //              scales; the matrices of four layers of Llama-3-8B; wide and short matrices, a bucket each, of
 //              which 39 % lie in cut bands at W = 2.
 //   phases     between two events, ranks in step before the first: update: the fused update alone, with no
@@ -310,8 +310,7 @@ void run(int argc, char** argv) {
     }
     std::cout << '\n';
   }
-  // 134,217,728 elements of each of two ranks.
-  bench::ParamList matrix = bench::one_matrix(32768, 8192);
+  bench::ParamList matrix = bench::one_matrix(std::int64_t{16384} * world.size(), 8192);
   matrix.name = "134 M elements a rank";
   for (const Storage storage : {Storage::kRow, Storage::kBoth}) {
     for (const DType grad_dtype : {DType::kFp32, DType::kBf16}) {
