@@ -760,6 +760,11 @@ class DistributedAdam::Impl {
     record.local_nonfinite_params = locally_nonfinite(result.local_status);
 
     if (outcome.options_differ) throw ContractError(options_differ_text());
+    if (outcome.are_tokens_missing) {
+      throw ContractError(
+          "step: gradients are not zero, but no rank has counted a token, so the step was not taken; with "
+          "optimizer.grad_reduce tokens, call add_tokens() with those of each micro-batch");
+    }
     if (outcome.is_step_missing) {
       throw ContractError(
           "step: the replays of a captured step went on behind the " + std::to_string(table_steps_) +

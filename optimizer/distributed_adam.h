@@ -105,8 +105,8 @@ class DistributedAdam {
   void grad_ready(std::string_view name, StreamRef stream = {});
 
   /// With optimizer.grad_reduce tokens: adds to the number of tokens whose losses this rank's gradients of
-  /// the next step are sums over. At least one call for each step on every rank; 0 is allowed, and the
-  /// gradients of a step of no tokens at all are not divided. Of model-parallel ranks,
+  /// the next step are sums over. At least one call for each step on every rank; 0 is allowed. Where
+  /// no rank counts any, gradients must be zero, else the step is a ContractError. Of model-parallel ranks,
   /// those that count count alike, and the others add 0.
   /// While a step is captured: on its stream.
   void add_tokens(std::int64_t count, StreamRef stream = {});

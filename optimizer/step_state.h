@@ -67,8 +67,9 @@ struct GroupTable {
 struct StepOutcome {
   bool taken = false;
   // Why a step could be neither taken nor skipped; nothing was changed then:
-  bool options_differ = false;   // ranks were told different things
-  bool is_step_missing = false;  // the table of the groups ends before this step
+  bool options_differ = false;      // ranks were told different things
+  bool is_step_missing = false;     // the table of the groups ends before this step
+  bool are_tokens_missing = false;  // gradients that are not zero, and nobody counted a token
   StepState after;
   SkipReason skip_reason = SkipReason::kNone;
   double loss_scale = 1;    // used for this step's gradients
@@ -157,10 +158,15 @@ MXOPT_HD void advance(const StepMemory& memory, const StepOptions& options) {
     if (outcome.tokens != 0 && outcome.tokens != tokens) outcome.options_differ = true;
     outcome.tokens = tokens;
   }
-  const bool is_void = outcome.options_differ || outcome.is_step_missing;
   const double divisor =
       state.loss_scale.scale * static_cast<double>(options.divides_by_tokens ? counted(outcome.tokens) : 1);
   const StepDecision decision = decide(reduced, divisor, options.max_norm, options.skip_norm, memory.norms);
+  bool is_any_gradient = decision.grad_norm > 0;
+  for (int i = 0; i < memory.norms.count; ++i) {
+    is_any_gradient = is_any_gradient || memory.norms.outcomes[i].grad_norm > 0;
+  }
+  outcome.are_tokens_missing = options.divides_by_tokens && outcome.tokens == 0 && is_any_gradient;
+  const bool is_void = outcome.options_differ || outcome.is_step_missing || outcome.are_tokens_missing;
   outcome.taken = decision.take && !is_void;
   outcome.skip_reason = decision.skip_reason;
   outcome.zero_grads = reduced.zero_grads;

@@ -1,12 +1,12 @@
 #include "mxopt/optimizer/gather_plan.h"
 
 #include <atomic>
-#include <memory>
 #include <string>
 #include <vector>
 
 #include <gtest/gtest.h>
 
+#include "support/faulty_communicator.h"
 #include "support/optimizer_fixture.h"
 #include "support/thrown_message.h"
 
@@ -74,48 +74,6 @@ TEST(GatherPlan, CostsAreThoseOfOneRanksTrainableBytes) {
   EXPECT_EQ(costs.update_bytes, (2 * matrix + 512) * 26 / 2 + costs.row_bytes + costs.column_bytes);
 }
 
-/// Forwards to a group of threads, as a transport without windows would answer.
-class NoWindows final : public Communicator {
- public:
-  explicit NoWindows(Communicator& inner) : inner_(inner) {}
-  int rank() const override { return inner_.rank(); }
-  int size() const override { return inner_.size(); }
-  Device device() const override { return inner_.device(); }
-  std::string describe() const override { return inner_.describe(); }
-  void group_begin() override { inner_.group_begin(); }
-  void group_end() override { inner_.group_end(); }
-  std::unique_ptr<Communicator> split(int color, int key) override { return inner_.split(color, key); }
-  void abort(const std::string& reason) noexcept override { inner_.abort(reason); }
-  Health health() override { return inner_.health(); }
-  std::shared_ptr<Allocator> window_allocator() override { return nullptr; }
-  PeerWindow open_window(const Buffer&) override { return {{}, "there are none here", nullptr}; }
-  CopyRates measure_copy_rates() override { return {1e18, 1}; }  // so that kAuto tries
-
- protected:
-  Work do_all_reduce(const Call& call, void* buffer) override {
-    return inner_.all_reduce({buffer, call.dtype, call.elems}, call.op, call.traffic, call.stream);
-  }
-  Work do_reduce_scatter(const Call& call, void* shard, void* input) override {
-    return inner_.reduce_scatter({shard, call.dtype, call.elems}, {input, call.dtype, call.elems * size()},
-                                 call.op, call.traffic, call.stream);
-  }
-  Work do_all_gather(const Call& call, void* output, const void* shard) override {
-    return inner_.all_gather({output, call.dtype, call.elems * size()}, {shard, call.dtype, call.elems},
-                             call.traffic, call.stream);
-  }
-  Work do_all_to_all(const Call& call, void* output, const void* input) override {
-    return inner_.all_to_all({output, call.dtype, call.elems * size()},
-                             {input, call.dtype, call.elems * size()}, call.traffic, call.stream);
-  }
-  Work do_broadcast(const Call& call, void* buffer) override {
-    return inner_.broadcast({buffer, call.dtype, call.elems}, call.root, call.traffic, call.stream);
-  }
-  void do_barrier(const Call&) override { inner_.barrier(); }
-
- private:
-  Communicator& inner_;
-};
-
 std::string gather_of(Communicator& comm, GatherChoice choice,
                       GatherFormat format = GatherFormat::kQuantized) {
   Config config;
@@ -126,7 +84,9 @@ std::string gather_of(Communicator& comm, GatherChoice choice,
 
 TEST(GatherPlan, WithoutWindowsAutoIsCollectiveAndSaysWhy) {
   test::run_ranks(2, [](Communicator& threads) {
-    NoWindows comm(threads);
+    test::FaultyCommunicator comm(threads);
+    comm.refuse_windows("there are none here");
+    comm.set_copy_rates({1e18, 1, ""});  // so that kAuto tries
     EXPECT_EQ(gather_of(comm, GatherChoice::kAuto), "collective (there are none here)");
     EXPECT_EQ(gather_of(comm, GatherChoice::kCollective), "collective (as configured)");
   });
@@ -135,7 +95,9 @@ TEST(GatherPlan, WithoutWindowsAutoIsCollectiveAndSaysWhy) {
 TEST(GatherPlan, WithoutWindowsDirectIsAnErrorOnEveryRank) {
   std::atomic<int> refused = 0;
   test::run_ranks(3, [&](Communicator& threads) {
-    NoWindows comm(threads);
+    test::FaultyCommunicator comm(threads);
+    comm.refuse_windows("there are none here");
+    comm.set_copy_rates({1e18, 1, ""});  // so that kAuto tries
     const std::string text = thrown_message<ConfigError>([&] { gather_of(comm, GatherChoice::kDirect); });
     refused +=
         contains(

@@ -304,6 +304,16 @@ TEST_P(Gradients, OfNoTokensAreNotDivided) {
   }
 }
 
+TEST_P(Gradients, OfNoTokensAreRefusedWhereTheyAreNotZero) {
+  on_ranks(2, device(), plain_config(GradReduce::kTokens), two_params(), [&](Trainer& trainer) {
+    trainer.write("first", std::vector<float>(static_cast<std::size_t>(trainer.elems("first")), 0.5f));
+    trainer.opt.add_tokens(0, trainer.place.stream);
+    EXPECT_TRUE(contains(thrown_message<ContractError>([&] { *trainer.step(); }),
+                         "gradients are not zero, but no rank has counted a token"));
+    EXPECT_EQ(trainer.opt.steps_taken(), 0);
+  });
+}
+
 TEST_P(Gradients, TokensMayBeCountedInTheMemoryOfTheDevice) {
   for (const int size : kWorldSizes) {
     on_ranks(size, device(), plain_config(GradReduce::kTokens), two_params(), [&](Trainer& trainer) {

@@ -97,7 +97,11 @@ TEST(StepState, GradientsAreDividedByTheTokensOfAllRanksWhereThatIsAskedFor) {
       const double divisor = 512.0 * (divides && tokens == 8 ? 8 : 1);
       EXPECT_EQ(step.outcome.tokens, tokens);
       EXPECT_EQ(step.outcome.grad_norm, 2 / divisor);
-      EXPECT_EQ(step.scalars[0].grad_factor, static_cast<float>(1 / divisor));
+      EXPECT_EQ(step.outcome.are_tokens_missing, divides && tokens == 0);
+      EXPECT_EQ(step.outcome.taken, !step.outcome.are_tokens_missing);
+      if (step.outcome.taken) {
+        EXPECT_EQ(step.scalars[0].grad_factor, static_cast<float>(1 / divisor));
+      }
       EXPECT_EQ(step.outcome.loss_scale, 512);
     }
   }

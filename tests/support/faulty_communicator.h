@@ -60,7 +60,11 @@ class FaultyCommunicator final : public Communicator {
   }
   Health health() override { return inner_.health(); }
   std::shared_ptr<Allocator> window_allocator() override { return inner_.window_allocator(); }
-  PeerWindow open_window(const Buffer& buffer) override { return inner_.open_window(buffer); }
+  PeerWindow open_window(const Buffer& buffer) override {
+    return no_windows_.empty() ? inner_.open_window(buffer) : PeerWindow{{}, no_windows_, nullptr};
+  }
+  /// There are no windows from now on, for this reason.
+  void refuse_windows(const std::string& reason) { no_windows_ = reason; }
   CopyRates measure_copy_rates() override {
     return rates_.has_value() ? *rates_ : inner_.measure_copy_rates();
   }
@@ -180,6 +184,7 @@ class FaultyCommunicator final : public Communicator {
   }
 
   Communicator& inner_;
+  std::string no_windows_;
   std::optional<CopyRates> rates_;
   std::vector<Fault> faults_;
   Observer observer_;
