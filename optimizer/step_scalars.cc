@@ -1,5 +1,6 @@
 #include "mxopt/optimizer/step_scalars.h"
 
+#include <cstddef>
 #include <utility>
 
 #include "mxopt/params/block_geometry.h"
@@ -48,7 +49,7 @@ StepScalars::StepScalars(int groups, std::int64_t steps, const StepState& initia
       memory_.tokens_of_ranks = of_ranks + layout.model_parallel_ranks;
       statistics.tokens = of_ranks + layout.model_parallel_ranks + layout.model_parallel_rank;
     } else {
-      statistics.tokens = &statistics.step->tokens;
+      statistics.tokens = message + offsetof(StepStatistics, tokens) / sizeof(std::int64_t);  // null at first
     }
     statistics.norms = reinterpret_cast<NormSum*>(of_ranks + 2 * layout.model_parallel_ranks);
     if (layout.params > 0) statistics.params = reinterpret_cast<ParamSums*>(message + common_elems_);
