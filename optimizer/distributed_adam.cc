@@ -1,10 +1,12 @@
 #include "mxopt/optimizer/distributed_adam.h"
 
 #include <algorithm>
+#include <array>
 #include <chrono>
 #include <cmath>
 #include <cstring>
 #include <exception>
+#include <initializer_list>
 #include <limits>
 #include <sstream>
 
@@ -18,7 +20,9 @@
 #include "mxopt/optimizer/param_sync.h"
 #include "mxopt/optimizer/plan.h"
 #include "mxopt/optimizer/schedule.h"
+#include "mxopt/optimizer/skip_limit.h"
 #include "mxopt/optimizer/step_kernels.h"
+#include "mxopt/optimizer/step_phases.h"
 #include "mxopt/optimizer/step_reports.h"
 #include "mxopt/optimizer/step_scalars.h"
 #include "mxopt/optimizer/step_tables.h"
@@ -55,48 +59,16 @@ std::string quoted_list(const std::vector<std::string>& names) {
   return list;
 }
 
-/// A local failure after messages began makes the peers fail too instead of wait. A PeerError is no local
-/// failure: it comes to every rank by itself, and under MPI abort() would end the process before the caller
-/// could report it. Neither is a ContractError, which is thrown before a call sends anything, or on every
-/// rank alike.
+/// aborting() for the communicators of one optimizer; null ones are left out.
 template <class Body>
-auto guarded(Communicator& comm, const Body& body, Communicator* also = nullptr) {
-  try {
-    return body();
-  } catch (const PeerError&) {
-    throw;
-  } catch (const ContractError&) {
-    throw;
-  } catch (const std::exception& error) {
-    comm.abort(error.what());
-    if (also != nullptr) also->abort(error.what());
-    throw;
-  }
-}
-
-/// Why the step of a record was skipped.
-std::string skip_cause(const StepRecord& record, double skip_norm) {
-  std::ostringstream cause;
-  if (record.skip_reason == SkipReason::kNonFiniteGradient) {
-    cause << "a non-finite gradient";
-    // A publish() since then has cleared the status bytes.
-    if (!record.nonfinite_gradient_params.empty()) {
-      cause << " of param '" << record.nonfinite_gradient_params.front() << "'";
-    } else if (record.nonfinite_gradient_rank >= 0) {
-      cause << " on rank " << record.nonfinite_gradient_rank << " of the model-parallel group";
-    }
-    return cause.str();
-  }
-  double norm = record.grad_norm;
-  std::string name;
-  for (const NormRecord& separate : record.norm_groups) {
-    if (norm > skip_norm) break;
-    norm = separate.grad_norm;
-    name = separate.name;
-  }
-  cause << "a gradient norm of " << norm << (name.empty() ? "" : " in norm_group '" + name + "'")
-        << ", above optimizer.skip_norm, " << skip_norm;
-  return cause.str();
+auto guarded(std::initializer_list<Communicator*> comms, const Body& body) {
+  return aborting(
+      [&](const std::string& reason) {
+        for (Communicator* comm : comms) {
+          if (comm != nullptr) comm->abort(reason);
+        }
+      },
+      body);
 }
 
 /// NaN where a run was not finite.
@@ -109,9 +81,16 @@ double reported_norm(NormSum sum, std::int64_t nonfinite_runs, double loss_scale
 /// pieces.
 constexpr std::int64_t kMostTableSteps = 1 << 16;
 
-GradSyncOptions grad_sync_options(const Config& config, Device device) {
+/// Whether the one reduction makes the mean. Where it does not, gradients are sums.
+bool averages_in_reduction(const Config& config, const ParallelGroups& ranks) {
+  return config.optimizer.grad_reduce == GradReduce::kAverage && ranks.replicas == nullptr &&
+         ranks.ranks_of_mean() == ranks.data->size();
+}
+
+GradSyncOptions grad_sync_options(const Config& config, const ParallelGroups& ranks, Device device) {
   GradSyncOptions options;
-  options.op = config.optimizer.grad_reduce == GradReduce::kAverage ? ReduceOp::kAvg : ReduceOp::kSum;
+  options.op = averages_in_reduction(config, ranks) ? ReduceOp::kAvg : ReduceOp::kSum;
+  options.replicas = ranks.replicas;
   options.checks = config.optimizer.check_grads;
   // The transports of host memory add in rank order by themselves.
   options.exchanges =
@@ -149,11 +128,11 @@ void agreed(Communicator& comm, const Body& body) {
 }
 
 std::unique_ptr<Groundwork> lay_groundwork(std::vector<ParamSpec> specs, const Config& config,
-                                           Communicator& comm, Device device,
-                                           const std::shared_ptr<Allocator>& allocator,
-                                           Communicator* model_parallel) {
+                                           const ParallelGroups& ranks, Device device,
+                                           const std::shared_ptr<Allocator>& allocator) {
+  Communicator& comm = *ranks.data;
   auto work = std::make_unique<Groundwork>(
-      Groundwork{make_agreed_plan(std::move(specs), config, comm, device, model_parallel), {}, nullptr, {}});
+      Groundwork{make_agreed_plan(std::move(specs), config, ranks, device), {}, nullptr, {}});
   const Layout& layout = work->plan.layout;
   work->gather = plan_gather(layout, config, comm);
   agreed(comm, [&] {
@@ -185,25 +164,25 @@ class CapturedStep final : public StepReport::Source {
 
 }  // namespace
 
-class DistributedAdam::Impl {
+class DistributedAdam::Impl final : public StepPhases {
  public:
-  Impl(std::unique_ptr<Groundwork> groundwork, const Config& config, Communicator& comm, Device device,
-       std::shared_ptr<Allocator> allocator, Communicator* model_parallel)
+  Impl(std::unique_ptr<Groundwork> groundwork, const Config& config, const ParallelGroups& ranks,
+       Device device, std::shared_ptr<Allocator> allocator)
       : config_(config),
-        comm_(comm),
-        model_parallel_(model_parallel),
+        ranks_(ranks),
+        comm_(*ranks.data),
         device_(device),
         groundwork_(std::move(groundwork)),
         plan_(groundwork_->plan),
         storage_(*groundwork_->storage),
         allocator_(allocator != nullptr ? std::move(allocator) : default_allocator(device)),
-        param_sync_(layout(), storage_, comm, config.parallel.gather_format, groundwork_->gather,
+        param_sync_(layout(), storage_, comm_, config.parallel.gather_format, groundwork_->gather,
                     groundwork_->window, config.precision.scale_layout, allocator_),
-        grad_sync_(layout(), storage_, comm, grad_sync_options(config, device), allocator_),
-        segments_(layout().segments(comm.rank())),
+        grad_sync_(layout(), storage_, comm_, grad_sync_options(config, ranks, device), allocator_),
+        segments_(layout().segments(comm_.rank())),
         segment_of_(layout().params().size(), -1),
         kernels_(StepKernels::make(make_step_tables(layout(), storage_, param_sync_, plan_.groups.part_of,
-                                                    comm.rank(), plan_.norm_of),
+                                                    comm_.rank(), plan_.norm_of),
                                    device, allocator_)),
         coverage_(layout().params().size()),
         table_steps_(
@@ -211,7 +190,7 @@ class DistributedAdam::Impl {
         scalars_(part_count(), table_steps_, initial_state(), device, allocator_, statistics_layout()),
         reports_(device, step_result(),
                  [this](StepRecord& record, const auto& result) { complete_record(record, result); }),
-        report_(make_report(layout(), comm, config.optimizer)),
+        report_(make_report(layout(), comm_, config.optimizer)),
         last_(device) {
     for (std::size_t i = 0; i < segments_.size(); ++i) {
       segment_of_[index(segments_[i].param)] = static_cast<int>(i);
@@ -226,7 +205,7 @@ class DistributedAdam::Impl {
   /// is gone.
   bool settle() noexcept {
     try {
-      model_reduced_.wait();
+      for (Work& work : reduced_elsewhere_) work.wait();
       grad_sync_.wait();
       param_sync_.wait_for_peers();
       last_.wait();
@@ -238,18 +217,49 @@ class DistributedAdam::Impl {
 
   /// Whether others may still use this rank's memory after a wait for them has failed.
   bool is_memory_in_use() const { return device_.kind != DeviceKind::kHost || param_sync_.peers().count > 0; }
-  Device device() const { return device_; }
+  Device device() const override { return device_; }
+  const Config& config() const override { return config_; }
+  std::int64_t ranks() const override { return ranks_.ranks(); }
+  const StepScalars& scalars() const override { return scalars_; }
+  std::span<const NormGroup> norms() const override { return plan_.groups.norms; }
+  ChainRole chain_role() const override { return chain_role_; }
+  void set_chained(ChainRole role) override { chain_role_ = role; }
+
+  void abort(const std::string& reason) noexcept override {
+    for (Communicator* comm : {&comm_, ranks_.model, ranks_.replicas}) {
+      if (comm != nullptr) comm->abort(reason);
+    }
+  }
+
+  void copy_state(const StepScalars& from) override {
+    const Stream setup(device_);
+    scalars_.copy_state(from, setup.ref());
+    synchronize(device_, setup.ref());
+  }
+
+  std::int64_t sum_over_ranks(std::int64_t value) override {
+    guarded_step([&] {
+      for (Communicator* comm : {&comm_, ranks_.model, ranks_.replicas}) {
+        if (comm != nullptr) {
+          all_reduce_on_host(*comm, std::span(&value, 1), ReduceOp::kSum, Traffic::kControl);
+        }
+      }
+    });
+    return value;
+  }
+
+  const Plan& plan() const { return plan_; }
   const Layout& layout() const { return plan_.layout; }
   const ConstructionReport& construction() const { return report_; }
   std::span<const std::string> groups() const { return group_names_; }
   std::span<const float> loss_scale() const { return scalars_.loss_factor(); }
 
-  std::int64_t steps_taken() {
+  std::int64_t steps_taken() override {
     reports_.settle();
     return steps_taken_;
   }
 
-  void set_steps_taken(std::int64_t steps) {
+  void set_steps_taken(std::int64_t steps) override {
     MXOPT_CHECK(steps >= 0, "set_steps_taken: " << steps << "; allowed is 0 or more");
     reports_.settle();
     steps_taken_ = steps;
@@ -285,8 +295,9 @@ class DistributedAdam::Impl {
   std::vector<std::string> publish(StreamRef stream) {
     require_initialized();
     std::vector<std::uint8_t> status(param_sync_.status().size());
-    guarded(comm_, [&] {
+    guarded_step([&] {
       last_.join(stream);
+      equalize_replicas(stream);
       param_sync_.open_publish(stream);
       const std::span<std::uint8_t> scales = param_sync_.scales_to_clear(SyncScope::kAll);
       fill_zero(scales.data(), static_cast<std::int64_t>(scales.size()), device_, stream);
@@ -343,12 +354,14 @@ class DistributedAdam::Impl {
 
   void grad_ready(std::string_view name, StreamRef stream) {
     const int param = layout().find(name);
-    guarded(comm_, [&] { grad_sync_.ready(param, stream); });
+    guarded({&comm_}, [&] { grad_sync_.ready(param, stream); });
   }
 
   void add_tokens(std::int64_t count, std::span<const std::int64_t> counter, StreamRef stream) {
     MXOPT_CHECK(divides_by_tokens(),
                 "add_tokens: gradients are not divided by tokens; allowed with optimizer.grad_reduce tokens");
+    MXOPT_CHECK(chain_role_ != ChainRole::kOther,
+                "add_tokens: this optimizer is one of a chain, whose first member counts the tokens of all");
     MXOPT_CHECK(count >= 0, "add_tokens: " << count << "; allowed is 0 or more");
     const bool captured = is_capturing(device_, stream);
     if (!captured) last_.join(stream);
@@ -358,6 +371,17 @@ class DistributedAdam::Impl {
   }
 
   StepReport step(StreamRef stream) {
+    require_ready(stream);
+    make_room();
+    measure(stream);
+    const StepPart own = part();
+    decide({&own, 1}, stream);
+    require_agreed();
+    update(stream);
+    return report(stream);
+  }
+
+  void require_ready(StreamRef stream) override {
     // publish() is collective, so this is so on every rank or on none.
     if (!published_) {
       const std::vector<std::string> names = names_with_status(locally_uninitialized(), 1);
@@ -365,61 +389,81 @@ class DistributedAdam::Impl {
           "step: no weight was published yet; call set_initial() for every param, then publish()" +
           (names.empty() ? "" : "; without an initial value: " + quoted_list(names)));
     }
-    MXOPT_CHECK(!divides_by_tokens() || are_tokens_told_,
+    MXOPT_CHECK(!divides_by_tokens() || are_tokens_told_ || chain_role_ == ChainRole::kOther,
                 "step: optimizer.grad_reduce is tokens, and this rank called add_tokens() not once since the "
                 "last step; a rank without tokens calls add_tokens(0)");
-    const bool captured = is_capturing(device_, stream);
-    if (captured) {
-      reports_.settle();
-      MXOPT_CHECK(!are_groups_changed_ && !is_taken_set_ && !is_next_step_missing(),
-                  "step: a step is being captured while changed hyper-parameters were not sent to the device "
-                  "yet; call step() once before the capture");
-    }
-    guarded(comm_, [&] { reports_.make_room(); });
+    underway_ = Underway();
+    underway_.is_captured = is_capturing(device_, stream);
+    if (!underway_.is_captured) return;
+    reports_.settle();
+    MXOPT_CHECK(!are_groups_changed_ && !is_taken_set_ && !is_next_step_missing(),
+                "step: a step is being captured while changed hyper-parameters were not sent to the device "
+                "yet; call step() once before the capture");
+  }
+
+  void make_room() override {
+    guarded({&comm_}, [&] { reports_.make_room(); });
+  }
+
+  void measure(StreamRef stream) override {
     are_tokens_told_ = false;
-    StepRecord record;
-    PhaseClock clock;
+    underway_.clock.lap();
     kernels_->take_launches();
     param_sync_.take_launches();
-    const StepMemory& memory = scalars_.memory();
     guarded_step([&] {
-      if (!captured) last_.join(stream);
+      if (!underway_.is_captured) last_.join(stream);
       tell_changes(stream);
       grad_sync_.finish(stream);
-      record.ms.reduce_scatter = clock.lap();
+      underway_.record.ms.reduce_scatter = underway_.clock.lap();
 
       param_sync_.open(stream);
-      kernels_->open_statistics(memory, options_hash(), stream);
-      kernels_->grad_stats(memory.statistics, stream);
+      kernels_->open_statistics(scalars_.memory(), options_hash(), stream);
+      kernels_->grad_stats(scalars_.memory().statistics, stream);
       reduce_statistics(stream);
-      record.ms.statistics = clock.lap();
-      kernels_->decide(memory, step_options(), stream);
+      underway_.record.ms.statistics = underway_.clock.lap();
     });
-    // A device's outcome is not known yet: its step is not taken, and the report says why.
-    if (is_host() && memory.outcome->options_differ) {
-      require_equal_options();
-      throw ContractError(options_differ_text());  // those that differ are in other groups
-    }
+  }
 
+  StepPart part() const override { return {scalars_.memory(), step_options()}; }
+
+  void decide(std::span<const StepPart> parts, StreamRef stream) override {
+    guarded_step([&] { kernels_->decide(parts, stream); });
+  }
+
+  void require_agreed() override {
+    // A device's outcome is not known yet: its step is not taken, and the report says why.
+    if (!is_host() || !scalars_.memory().outcome->options_differ) return;
+    require_equal_options();
+    throw ContractError(options_differ_text());  // those that differ are in other groups
+  }
+
+  void update(StreamRef stream) override {
+    const StepMemory& memory = scalars_.memory();
     guarded_step([&] {
+      underway_.clock.lap();
       kernels_->clear(param_sync_.scales_to_clear(SyncScope::kTrainable), memory.outcome, stream);
       kernels_->fused_update({memory.scalars, plan_.groups.parts.size()}, memory.outcome, stream);
-      record.ms.update = clock.lap();
+      underway_.record.ms.update = underway_.clock.lap();
       grad_sync_.reset(stream);
-      share_written(SyncScope::kTrainable, stream, &record.ms, memory.outcome);
+      share_written(SyncScope::kTrainable, stream, &underway_.record.ms, memory.outcome);
     });
-    if (captured) {
+  }
+
+  StepReport report(StreamRef stream) override {
+    if (underway_.is_captured) {
       param_sync_.forget_events();
       grad_sync_.forget_events();
-      model_reduced_ = Work();
+      reduced_elsewhere_ = {};
       last_ = Event(device_);
       return StepReport(std::make_shared<CapturedStep>());
     }
+    StepRecord& record = underway_.record;
     record.launches = kernels_->take_launches() + param_sync_.take_launches();
     record.lr = plan_.groups.groups[0].lr.peak;  // until the step is known
-    return guarded(comm_, [&] {
+    return guarded({&comm_}, [&] {
       StepReport report =
-          reports_.add(std::move(record), step_result(), {model_reduced_, param_sync_.reduced()}, stream);
+          reports_.add(std::move(record), step_result(),
+                       {reduced_elsewhere_[0], reduced_elsewhere_[1], param_sync_.reduced()}, stream);
       grad_sync_.note_reported(stream);
       last_.record(stream);
       if (is_host()) reports_.make_room();
@@ -427,12 +471,12 @@ class DistributedAdam::Impl {
     });
   }
 
-  StepReport last_report(StreamRef stream) {
+  StepReport last_report(StreamRef stream) override {
     MXOPT_CHECK(published_, "last_report: no step was made yet");
-    guarded(comm_, [&] { reports_.make_room(); });
+    guarded({&comm_}, [&] { reports_.make_room(); });
     StepRecord record;
     record.lr = plan_.groups.groups[0].lr.peak;
-    return guarded(comm_, [&] {
+    return guarded({&comm_}, [&] {
       last_.join(stream);
       StepReport report = reports_.add(std::move(record), step_result(), {}, stream);
       grad_sync_.note_reported(stream);
@@ -447,7 +491,7 @@ class DistributedAdam::Impl {
                 "wait_param: param '" << name << "' (" << format_name(layout().param(id).family.format)
                                       << ", storage " << storage_name(layout().param(id).family.storage)
                                       << ") has no column plane; precision.storage: both would store one");
-    guarded(comm_, [&] {
+    guarded({&comm_}, [&] {
       param_sync_.wait(id, plane, stream);
       grad_sync_.join_reset(stream);
     });
@@ -455,7 +499,7 @@ class DistributedAdam::Impl {
   }
 
   void done_reading(StreamRef stream) {
-    guarded(comm_, [&] { param_sync_.done_reading(stream); });
+    guarded({&comm_}, [&] { param_sync_.done_reading(stream); });
   }
 
   void require_current(std::string_view name, const ParamView& view, Plane plane) const {
@@ -511,19 +555,17 @@ class DistributedAdam::Impl {
 
   template <class Body>
   void guarded_step(const Body& body) {
-    guarded(comm_, body, model_parallel_);
+    guarded({&comm_, ranks_.model, ranks_.replicas}, body);
   }
-
-  int model_parallel_size() const { return model_parallel_ == nullptr ? 1 : model_parallel_->size(); }
 
   StatisticsLayout statistics_layout() const {
     StatisticsLayout layout;
     for (std::size_t i = 1; i < plan_.groups.norms.size(); ++i) {
       layout.separate_max_norms.push_back(plan_.groups.norms[i].max_norm);
     }
-    if (model_parallel_ != nullptr) {
-      layout.model_parallel_ranks = model_parallel_->size();
-      layout.model_parallel_rank = model_parallel_->rank();
+    if (ranks_.model != nullptr) {
+      layout.model_parallel_ranks = ranks_.model->size();
+      layout.model_parallel_rank = ranks_.model->rank();
     }
     if (config_.optimizer.param_norms) layout.params = param_count();
     layout.counts_zeros = config_.optimizer.count_zeros;
@@ -536,43 +578,68 @@ class DistributedAdam::Impl {
             grad_sync_.local_status()};
   }
 
-  /// The sums over all ranks, in two messages: those of the param norms stay within a data-parallel group.
+  /// The sums over all ranks, in a message for each of their groups: those of the param norms stay within a
+  /// data-parallel group, and replicas have equal sums of gradients.
   void reduce_statistics(StreamRef stream) {
-    comm_.all_reduce(scalars_.statistics(), ReduceOp::kSum, Traffic::kStatistics, stream).join(stream);
-    if (model_parallel_ == nullptr) return;
-    model_reduced_ = model_parallel_->all_reduce(scalars_.common_statistics(), ReduceOp::kSum,
-                                                 Traffic::kStatistics, stream);
-    model_reduced_.join(stream);
+    const auto sum = [&](Communicator& comm, TypedSpan statistics) {
+      Work work = comm.all_reduce(statistics, ReduceOp::kSum, Traffic::kStatistics, stream);
+      work.join(stream);
+      return work;
+    };
+    sum(comm_, scalars_.statistics());
+    if (ranks_.replicas != nullptr) {
+      reduced_elsewhere_[0] = sum(*ranks_.replicas, scalars_.own_statistics());
+    }
+    if (ranks_.model != nullptr) reduced_elsewhere_[1] = sum(*ranks_.model, scalars_.common_statistics());
   }
 
-  /// Collective: throws on every rank that has others than a rank of one of its groups. Every rank makes both
+  /// Masters and moments become those of the first replica.
+  void equalize_replicas(StreamRef stream) {
+    if (ranks_.replicas == nullptr) return;
+    for (int b = 0; b < static_cast<int>(layout().buckets().size()); ++b) {
+      const std::int64_t elems = layout().shard_elems(b);
+      const bool is_frozen = layout().bucket(b).family.frozen;
+      for (float* state : {storage_.master(b), is_frozen ? nullptr : storage_.exp_avg(b),
+                           is_frozen ? nullptr : storage_.exp_avg_sq(b)}) {
+        if (state == nullptr) continue;
+        ranks_.replicas->broadcast({state, DType::kFp32, elems}, 0, Traffic::kHighPrecision, stream)
+            .join(stream);
+      }
+    }
+  }
+
+  /// Collective: throws on every rank that has others than a rank of one of its groups. Every rank makes all
   /// comparisons.
   void require_equal_options() {
     std::exception_ptr problem;
-    try {
-      require_agreement(comm_, option_fields());
-    } catch (const ContractError&) {
-      problem = std::current_exception();
+    for (Communicator* comm : {&comm_, ranks_.model, ranks_.replicas}) {
+      if (comm == nullptr) continue;
+      try {
+        require_agreement(*comm, option_fields());
+      } catch (const ContractError&) {
+        if (!problem) problem = std::current_exception();
+      }
     }
-    if (model_parallel_ != nullptr) require_agreement(*model_parallel_, option_fields());
     if (problem) std::rethrow_exception(problem);
   }
 
   /// Collective: throws on every rank when a param has no initial value on one of them.
   void require_initialized() {
     std::vector<std::uint8_t> missing = locally_uninitialized();
-    guarded(comm_, [&] { all_reduce_on_host(comm_, std::span(missing), ReduceOp::kMax, Traffic::kControl); });
+    guarded({&comm_},
+            [&] { all_reduce_on_host(comm_, std::span(missing), ReduceOp::kMax, Traffic::kControl); });
     const std::vector<std::string> names = names_with_status(missing, 1);
     std::uint8_t is_any_missing = names.empty() ? 0 : 1;
-    if (model_parallel_ != nullptr) {
-      guarded_step([&] {
-        all_reduce_on_host(*model_parallel_, std::span(&is_any_missing, 1), ReduceOp::kMax,
-                           Traffic::kControl);
-      });
-    }
+    guarded_step([&] {
+      for (Communicator* comm : {ranks_.model, ranks_.replicas}) {
+        if (comm == nullptr) continue;
+        all_reduce_on_host(*comm, std::span(&is_any_missing, 1), ReduceOp::kMax, Traffic::kControl);
+      }
+    });
     if (is_any_missing == 0) return;
-    if (names.empty())
-      throw ContractError("publish: params of other model-parallel ranks have no initial value");
+    if (names.empty()) {
+      throw ContractError("publish: params of other model-parallel ranks or replicas have no initial value");
+    }
     throw ContractError("publish: " + std::to_string(names.size()) +
                         " params have no initial value: " + quoted_list(names));
   }
@@ -626,6 +693,12 @@ class DistributedAdam::Impl {
   }
 
   bool is_host() const { return device_.kind == DeviceKind::kHost; }
+  /// Ranks that the reduced gradients are still to be divided by.
+  double grad_divisor() const {
+    const bool is_mean = config_.optimizer.grad_reduce == GradReduce::kAverage;
+    return is_mean && !averages_in_reduction(config_, ranks_) ? static_cast<double>(ranks_.ranks_of_mean())
+                                                              : 1;
+  }
   bool divides_by_tokens() const { return config_.optimizer.grad_reduce == GradReduce::kTokens; }
   int part_count() const { return static_cast<int>(plan_.groups.parts.size()); }
 
@@ -647,8 +720,9 @@ class DistributedAdam::Impl {
     options.growth_interval = optimizer.loss_scale.growth_interval;
     options.hysteresis = optimizer.loss_scale.hysteresis;
     options.hash = options_hash();
-    options.world_size = comm_.size() * model_parallel_size();
-    options.model_parallel_ranks = model_parallel_ == nullptr ? 0 : model_parallel_->size();
+    options.world_size = static_cast<int>(ranks_.ranks());
+    options.model_parallel_ranks = ranks_.model == nullptr ? 0 : ranks_.model->size();
+    options.grad_divisor = grad_divisor();
     options.divides_by_tokens = divides_by_tokens();
     options.groups = part_count();
     return options;
@@ -740,8 +814,9 @@ class DistributedAdam::Impl {
           {plan_.groups.norms[i + 1].name, result.norms[i].grad_norm, result.norms[i].clip_factor});
     }
     if (config_.optimizer.count_zeros) record.zero_grads = outcome.zero_grads;
-    const double divisor =
-        outcome.loss_scale * static_cast<double>(divides_by_tokens() ? counted(outcome.tokens) : 1);
+    const double divisor = outcome.loss_scale *
+                           static_cast<double>(divides_by_tokens() ? counted(outcome.tokens) : 1) *
+                           grad_divisor();
     for (std::size_t p = 0; p < result.params.size(); ++p) {
       const ParamLayout& param = layout().params()[p];
       if (param.tied_to >= 0 || param.family.frozen) continue;
@@ -771,13 +846,7 @@ class DistributedAdam::Impl {
           " steps for which the device has learning rates and weight decays, so the step was not taken; "
           "capture again after a call of step()");
     }
-    const std::int64_t limit = config_.optimizer.max_consecutive_skips;
-    if (limit > 0 && after.consecutive_skips >= limit) {
-      throw ContractError("step: " + std::to_string(after.consecutive_skips) +
-                          " steps in a row were skipped (optimizer.max_consecutive_skips is " +
-                          std::to_string(limit) + "); the last one because of " +
-                          skip_cause(record, config_.optimizer.skip_norm));
-    }
+    if (chain_role_ == ChainRole::kNone) require_few_skips(record, config_.optimizer);
   }
 
   template <class Change>
@@ -787,9 +856,16 @@ class DistributedAdam::Impl {
     for (ParamGroup& group : plan_.groups.groups) change(group);
   }
 
+  /// The step that is being made.
+  struct Underway {
+    StepRecord record;
+    PhaseClock clock;
+    bool is_captured = false;
+  };
+
   Config config_;
-  Communicator& comm_;
-  Communicator* model_parallel_;  // null: none
+  ParallelGroups ranks_;
+  Communicator& comm_;  // the data-parallel ones
   Device device_;
   std::unique_ptr<Groundwork> groundwork_;
   Plan& plan_;
@@ -806,9 +882,11 @@ class DistributedAdam::Impl {
   StepReports reports_;
   std::vector<std::string> group_names_;
   ConstructionReport report_;
-  Work model_reduced_;  // of the statistics, over the model-parallel ranks
-  Event last_;          // the end of the newest call that enqueued work
+  std::array<Work, 2> reduced_elsewhere_;  // of the statistics, over replicas and model-parallel ranks
+  Underway underway_;
+  Event last_;  // the end of the newest call that enqueued work
   bool published_ = false;
+  ChainRole chain_role_ = ChainRole::kNone;
   std::int64_t first_table_step_ = 1;
   bool is_last_step_kept_ = true;
   bool are_groups_changed_ = true;
@@ -817,33 +895,42 @@ class DistributedAdam::Impl {
   std::int64_t steps_taken_ = 0, calls_ = 0;  // of the newest report that is complete
 };
 
-DistributedAdam::DistributedAdam(std::vector<ParamSpec> specs, const Config& config, Communicator& comm,
-                                 Device device, std::shared_ptr<Allocator> allocator,
-                                 Communicator* model_parallel) {
-  // A failure that all ranks of a data-parallel group know is told to the other groups.
-  const auto tell_other_groups = [&](const std::string& problem) {
-    const LayoutField field = {"construction", problem};
-    if (model_parallel != nullptr) require_agreement(*model_parallel, std::span(&field, 1));
-  };
+DistributedAdam::DistributedAdam(std::vector<ParamSpec> specs, const Config& config,
+                                 const ParallelGroups& ranks, Device device,
+                                 std::shared_ptr<Allocator> allocator) {
   std::exception_ptr failure;
-  LayoutField problem = {"construction", ""};
-  try {
+  std::string problem;
+  // Keeps the first failure: it is thrown when all ranks know that there is one.
+  const auto attempt = [&](const auto& body) {
+    try {
+      body();
+    } catch (const PeerError&) {
+      throw;
+    } catch (const std::exception& error) {
+      if (failure) return;
+      failure = std::current_exception();
+      problem = error.what();
+    }
+  };
+  attempt([&] {
     std::unique_ptr<Groundwork> groundwork =
-        lay_groundwork(std::move(specs), config, comm, device, allocator, model_parallel);
-    agreed(comm, [&] {
-      impl_ = std::make_unique<Impl>(std::move(groundwork), config, comm, device, std::move(allocator),
-                                     model_parallel);
+        lay_groundwork(std::move(specs), config, ranks, device, allocator);
+    agreed(*ranks.data, [&] {
+      impl_ = std::make_unique<Impl>(std::move(groundwork), config, ranks, device, std::move(allocator));
     });
-  } catch (const PeerError&) {
-    throw;
-  } catch (const std::exception& error) {
-    failure = std::current_exception();
-    problem.text = error.what();
+  });
+  // All ranks of the data-parallel group know by now; the others are told.
+  if (ranks.replicas != nullptr) {
+    attempt([&] {
+      const Plan* const plan = failure ? nullptr : &impl_->plan();
+      require_equal_replicas(*ranks.replicas, plan, config, ranks, problem);
+    });
   }
-  try {
-    tell_other_groups(problem.text);
-  } catch (const std::exception&) {
-    if (!failure) throw;
+  if (ranks.model != nullptr) {
+    attempt([&] {
+      const LayoutField field = {"construction", problem};
+      require_agreement(*ranks.model, std::span(&field, 1));
+    });
   }
   if (failure) std::rethrow_exception(failure);
 }
@@ -852,6 +939,15 @@ DistributedAdam::~DistributedAdam() {
   // Kernels of a transport that wait for a lost peer still use the memory, and freeing it would wait for
   // them; a late rank may still store into it.
   if (!impl_->settle() && impl_->is_memory_in_use()) static_cast<void>(impl_.release());
+}
+
+StepPhases& DistributedAdam::phases() {
+  return *impl_;
+}
+
+void DistributedAdam::require_unchained(std::string_view call) const {
+  MXOPT_CHECK(impl_->chain_role() == ChainRole::kNone,
+              call << ": this optimizer is one of a chain; call that of the chain");
 }
 
 const Layout& DistributedAdam::layout() const {
@@ -900,10 +996,12 @@ void DistributedAdam::add_tokens(std::span<const std::int64_t> count, StreamRef 
   impl_->add_tokens(0, count, stream);
 }
 StepReport DistributedAdam::step(StreamRef stream) {
+  require_unchained("step");
   return impl_->step(stream);
 }
 
 StepReport DistributedAdam::last_report(StreamRef stream) {
+  require_unchained("last_report");
   return impl_->last_report(stream);
 }
 
@@ -941,6 +1039,7 @@ std::int64_t DistributedAdam::steps_taken() const {
   return impl_->steps_taken();
 }
 void DistributedAdam::set_steps_taken(std::int64_t steps) {
+  require_unchained("set_steps_taken");
   impl_->set_steps_taken(steps);
 }
 

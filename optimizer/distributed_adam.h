@@ -14,9 +14,9 @@
 #include <string_view>
 #include <vector>
 
-#include "mxopt/collectives/communicator.h"
 #include "mxopt/optimizer/config.h"
 #include "mxopt/optimizer/construction_report.h"
+#include "mxopt/optimizer/parallel_groups.h"
 #include "mxopt/optimizer/step_report.h"
 #include "mxopt/params/dtype.h"
 #include "mxopt/params/layout.h"
@@ -25,6 +25,8 @@
 #include "mxopt/quant/mxfp8.h"
 
 namespace mxopt {
+
+class StepPhases;
 
 /// The gradient buffer of one param: packed, [shape], fp32 or bf16.
 struct GradView {
@@ -54,20 +56,16 @@ struct OwnedSlice {
 
 class DistributedAdam {
  public:
-  /// Collective over both groups. Allocates everything and compares layout, configuration and library version
+  /// Collective over all groups. Allocates everything and compares layout, configuration and library version
   /// over ranks.
   ///
   /// specs   the same list in the same order on every rank.
-  /// comm    borrowed; must outlive the optimizer and be used for nothing else while it lives.
-  /// model_parallel  the ranks that hold the other parts of the model: those with this one's rank in their
-  ///         data-parallel groups, which are all of one size. Norms, non-finite gradients and counts are of
-  ///         the whole model then, and every rank takes or skips a step. Borrowed as `comm`. Null: this rank
-  ///         has all of the model.
+  /// ranks   a communicator, or the groups of a larger job.
   /// Throws  ConfigError for a bad list or configuration; ContractError on every rank when ranks disagree,
   /// naming rank
   ///         and field, a rank whose own list is bad included.
-  DistributedAdam(std::vector<ParamSpec> specs, const Config& config, Communicator& comm, Device device = {},
-                  std::shared_ptr<Allocator> allocator = nullptr, Communicator* model_parallel = nullptr);
+  DistributedAdam(std::vector<ParamSpec> specs, const Config& config, const ParallelGroups& ranks,
+                  Device device = {}, std::shared_ptr<Allocator> allocator = nullptr);
   /// Waits for what is in flight and drops its errors. After a PeerError under MPI, MPI may still use the
   /// gradients and planes (see mpi_communicator.h): keep the object until the process ends.
   ~DistributedAdam();
@@ -86,8 +84,9 @@ class DistributedAdam {
                    StreamRef stream = {});
 
   /// Collective and idempotent: masters -> planes, scales and values of every rank. Also after masters were
-  /// changed through owned(). Returns, on every rank alike, the names of params whose masters are NaN or
-  /// infinite in BF16. Throws ContractError on every rank, listing names, when a param was never set.
+  /// changed through owned(). Of replicas, the first one's masters and moments become those of all. Returns,
+  /// on every rank alike, the names of params whose masters are NaN or infinite in BF16. Throws ContractError
+  /// on every rank, listing names, when a param was never set.
   std::vector<std::string> publish(StreamRef stream = {});
 
   /// Throw ContractError for an unknown name, or a frozen param's gradient.
@@ -113,7 +112,7 @@ class DistributedAdam {
   /// The same for [1] in the memory of the optimizer's device, not negative, read in the order of `stream`.
   void add_tokens(std::span<const std::int64_t> count, StreamRef stream = {});
 
-  /// Collective, over the model-parallel ranks too: one optimizer step, or a skip on every rank. See
+  /// Collective, over all groups: one optimizer step, or a skip on every rank. See
   /// StepRecord.
   /// Throws ContractError on every rank when a param was never published, when ranks hold different
   /// hyper-parameters, or when optimizer.max_consecutive_skips is reached. On a device the last two
@@ -154,7 +153,10 @@ class DistributedAdam {
   void set_steps_taken(std::int64_t steps);
 
  private:
+  friend class OptimizerChain;
   class Impl;
+  StepPhases& phases();
+  void require_unchained(std::string_view call) const;
   std::unique_ptr<Impl> impl_;
 };
 

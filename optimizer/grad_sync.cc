@@ -20,7 +20,7 @@ GradSync::GradSync(const Layout& layout, const ParamStorage& storage, Communicat
       clear_stream_(storage.device()),
       updated_(storage.device()),
       cleared_(storage.device()),
-      exchange_stream_(storage.device()),
+      side_stream_(storage.device()),
       arrived_(storage.device()),
       summed_(storage.device()),
       reported_(storage.device()) {
@@ -29,14 +29,15 @@ GradSync::GradSync(const Layout& layout, const ParamStorage& storage, Communicat
     has_accumulating_ = has_accumulating_ || param.grad_mode == GradMode::kAccumulate;
   }
   works_.reserve(layout.buckets().size());
-  options_.exchanges = options.exchanges && comm.size() > 1;  // else there is nothing to add up
+  const int pieces = std::max(comm.size(), options.replicas == nullptr ? 1 : options.replicas->size());
+  options_.exchanges = options.exchanges && pieces > 1;  // else there is nothing to add up
   if (!options_.checks && !options_.exchanges) return;
   if (allocator == nullptr) allocator = default_allocator(storage.device());
   kernels_ = GradKernels::make(make_tables(allocator), storage.device(), allocator);
   if (!options_.exchanges) return;
   std::int64_t largest = 0;
   for (const Bucket& bucket : layout.buckets()) {
-    if (!bucket.family.frozen) largest = std::max(largest, bucket.elems);
+    if (!bucket.family.frozen) largest = std::max(largest, pieces * (bucket.elems / comm.size()));
   }
   staging_ = Buffer(largest * dtype_bytes(storage.grad_dtype()), storage.device(), allocator);
 }
@@ -62,11 +63,13 @@ GradTables GradSync::make_tables(const std::shared_ptr<Allocator>& allocator) {
 
 GradSync::~GradSync() {
   bool have_all_come = true;
-  for (Work& work : works_) {
-    try {
-      work.wait();
-    } catch (const std::exception&) {  // dropped: nobody will use the gradients
-      have_all_come = false;
+  for (std::vector<Work>* works : {&works_, &added_}) {
+    for (Work& work : *works) {
+      try {
+        work.wait();
+      } catch (const std::exception&) {  // dropped: nobody will use the gradients
+        have_all_come = false;
+      }
     }
   }
   if (!have_all_come) return;
@@ -77,7 +80,9 @@ GradSync::~GradSync() {
 }
 
 void GradSync::wait() {
-  for (Work& work : works_) work.wait();
+  for (std::vector<Work>* works : {&works_, &added_}) {
+    for (Work& work : *works) work.wait();
+  }
   summed_.wait();
   cleared_.wait();
 }
@@ -107,7 +112,9 @@ void GradSync::ready(int param, StreamRef stream) {
   const bool is_sending = !works_.empty();
   issue_ready_buckets(stream);
   // Why: some host transports move bytes only while they are called.
-  if (is_sending && storage_.device().kind == DeviceKind::kHost) comm_.health();
+  if (!is_sending || storage_.device().kind != DeviceKind::kHost) return;
+  comm_.health();
+  add_replicas(false);
 }
 
 void GradSync::note_writer(int bucket, StreamRef stream) {
@@ -162,7 +169,9 @@ void GradSync::issue(int bucket, StreamRef stream) {
     fill_zero(stale.data, stale.bytes(), storage_.device(), stream);
   }
   check(bucket, stream);
+  issued_.push_back(bucket);
   works_.push_back(reduce(bucket, stream));
+  add_replicas(false);
 }
 
 void GradSync::check(int bucket, StreamRef stream) {
@@ -173,31 +182,64 @@ void GradSync::check(int bucket, StreamRef stream) {
 
 Work GradSync::reduce(int bucket, StreamRef stream) {
   const TypedSpan grads = storage_.gradients(bucket);
-  const std::int64_t elems = layout_.shard_elems(bucket);
-  const TypedSpan shard = grads.sub(comm_.rank() * elems, elems);
   if (!options_.exchanges) {
-    return comm_.reduce_scatter(shard, grads, options_.op, Traffic::kGradient, stream);
+    return comm_.reduce_scatter(shard(bucket), grads, options_.op, Traffic::kGradient, stream);
   }
   // Why a stream of its own: the caller's goes on with the backward pass while the pieces travel.
-  const StreamRef own = exchange_stream_.ref();
+  const StreamRef own = side_stream_.ref();
   arrived_.record(stream);
   arrived_.join(own);
   const TypedSpan pieces(staging_.data(), grads.dtype, grads.elems);
   Work work = comm_.all_to_all(pieces, grads, Traffic::kGradient, own);
   work.join(own);
-  kernels_->sum_in_rank_order(shard, pieces, options_.op, own);
+  kernels_->sum_in_rank_order(shard(bucket), pieces, options_.op, own);
+  summed_.record(own);
+  return work;
+}
+
+TypedSpan GradSync::shard(int bucket) const {
+  const std::int64_t elems = layout_.shard_elems(bucket);
+  return storage_.gradients(bucket).sub(comm_.rank() * elems, elems);
+}
+
+void GradSync::add_replicas(bool all) {
+  if (options_.replicas == nullptr) return;
+  // On a device the side stream waits for a shard, on the host nobody does before the end.
+  const bool is_host = storage_.device().kind == DeviceKind::kHost;
+  while (added_.size() < works_.size()) {
+    Work& work = works_[added_.size()];
+    if (is_host && !all && !work.test()) return;
+    work.join(side_stream_.ref());
+    added_.push_back(add_replicas_to(issued_[added_.size()]));
+  }
+}
+
+Work GradSync::add_replicas_to(int bucket) {
+  const StreamRef own = side_stream_.ref();
+  const TypedSpan sum = shard(bucket);
+  Communicator& replicas = *options_.replicas;
+  if (!options_.exchanges) return replicas.all_reduce(sum, ReduceOp::kSum, Traffic::kGradient, own);
+  const TypedSpan pieces(staging_.data(), sum.dtype, replicas.size() * sum.elems);
+  Work work = replicas.all_gather(pieces, sum, Traffic::kGradient, own);
+  work.join(own);
+  kernels_->sum_in_rank_order(sum, pieces, ReduceOp::kSum, own);
   summed_.record(own);
   return work;
 }
 
 void GradSync::finish(StreamRef stream) {
   while (next_bucket_ < static_cast<int>(layout_.buckets().size())) issue(next_bucket_, stream);
-  for (Work& work : works_) work.join(stream);
+  add_replicas(true);
+  for (std::vector<Work>* works : {&works_, &added_}) {
+    for (Work& work : *works) work.join(stream);
+  }
   summed_.join(stream);
 }
 
 void GradSync::reset(StreamRef stream) {
   works_.clear();
+  added_.clear();
+  issued_.clear();
   next_bucket_ = 0;
   last_micro_batch_ = true;
   std::ranges::fill(ready_now_, 0);

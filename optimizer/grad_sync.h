@@ -1,8 +1,9 @@
 // When each bucket's gradients are looked at and reduced, and in which order.
 //
 // Reduce-scatters are issued in layout order on every rank, whatever the order of the ready() calls.
-// Averaging over ranks happens inside the reduction, and nowhere else; a division by tokens happens in the
-// update, and nowhere else.
+// Averaging over ranks happens inside the reduction, and nowhere else; with replicas, where there is no one
+// reduction, the gradients become sums. A division that is left, by ranks or tokens, happens in the update,
+// and nowhere else.
 #pragma once
 
 #include <cstdint>
@@ -24,6 +25,8 @@ struct GradSyncOptions {
   /// Has the ranks exchange their pieces and adds them here, in FP32 and in rank order, with one rounding:
   /// for transports that add in an order or a type of their own. Takes the memory of the largest bucket.
   bool exchanges = false;
+  /// Ranks that own the same shards, whose gradients are added to this one's; borrowed, null: none.
+  Communicator* replicas = nullptr;
 };
 
 class GradSync {
@@ -78,7 +81,11 @@ class GradSync {
   void issue_ready_buckets(StreamRef stream);
   void issue(int bucket, StreamRef stream);
   void check(int bucket, StreamRef stream);
+  TypedSpan shard(int bucket) const;
   Work reduce(int bucket, StreamRef stream);
+  /// Issues what the shards that are reduced within this group still need: those that are so by now, or all.
+  void add_replicas(bool all);
+  Work add_replicas_to(int bucket);
   GradTables make_tables(const std::shared_ptr<Allocator>& allocator);
 
   const Layout& layout_;
@@ -90,14 +97,16 @@ class GradSync {
   std::vector<char> ready_now_;   // [params] in this micro-batch
   std::vector<char> ready_ever_;  // [params] since the last step
   std::vector<Writers> writers_;  // [buckets]
-  std::vector<Work> works_;       // one for each issued bucket, in order
+  std::vector<int> issued_;       // buckets, in order
+  std::vector<Work> works_;       // [issued] within the group
+  std::vector<Work> added_;       // [issued, as far as that is] over the replicas
   Stream clear_stream_;
   Event updated_, cleared_;
   std::vector<int> checked_params_;
   Buffer local_status_;
   std::unique_ptr<GradKernels> kernels_;  // null when no option needs them
   Buffer staging_;                        // what the ranks sent of one bucket
-  Stream exchange_stream_;
+  Stream side_stream_;
   Event arrived_, summed_, reported_;
   bool last_micro_batch_ = true;
   bool has_accumulating_ = false;

@@ -19,13 +19,20 @@ namespace mxopt {
 
 namespace {
 
-Plan make_plan(std::vector<ParamSpec> specs, const Config& config, const Communicator& comm, Device device,
-               const Communicator* model_parallel) {
+Plan make_plan(std::vector<ParamSpec> specs, const Config& config, const ParallelGroups& ranks,
+               Device device) {
   validate(config);
+  const Communicator& comm = *ranks.data;
   const ParallelConfig& parallel = config.parallel;
-  if (parallel.world_size != 0 && parallel.world_size != comm.size()) {
-    throw ConfigError("parallel.world_size is " + std::to_string(parallel.world_size) +
-                      ", but the communicator has " + std::to_string(comm.size()) + " ranks");
+  if (parallel.world_size != 0 && parallel.world_size != ranks.adding_ranks()) {
+    throw ConfigError("parallel.world_size is " + std::to_string(parallel.world_size) + ", but the " +
+                      (ranks.replicas == nullptr ? "communicator has " : "communicators have ") +
+                      std::to_string(ranks.adding_ranks()) + " ranks");
+  }
+  if (ranks.averaged_ranks < 0 ||
+      (ranks.averaged_ranks > 0 && config.optimizer.grad_reduce != GradReduce::kAverage)) {
+    throw ConfigError("averaged_ranks is " + std::to_string(ranks.averaged_ranks) +
+                      "; allowed is 0, or more with optimizer.grad_reduce average");
   }
   if (parallel.transport == Transport::kSelf && comm.size() != 1) {
     throw ConfigError("parallel.transport is self, but the communicator has " + std::to_string(comm.size()) +
@@ -41,8 +48,10 @@ Plan make_plan(std::vector<ParamSpec> specs, const Config& config, const Communi
     throw ConfigError("the communicator (" + comm.describe() +
                       ") does not move bytes of the optimizer's device");
   }
-  if (model_parallel != nullptr && model_parallel->device() != device) {
-    throw ConfigError("the model-parallel communicator (" + model_parallel->describe() +
+  for (const auto& [other, name] :
+       {std::pair{ranks.model, "model-parallel"}, std::pair{ranks.replicas, "replicas'"}}) {
+    if (other == nullptr || other->device() == device) continue;
+    throw ConfigError(std::string("the ") + name + " communicator (" + other->describe() +
                       ") does not move bytes of the optimizer's device");
   }
   LayoutOptions options;
@@ -52,7 +61,7 @@ Plan make_plan(std::vector<ParamSpec> specs, const Config& config, const Communi
   options.default_storage = resolved_storage(config.precision);
   options.fallback = config.precision.fallback;
   Layout layout(std::move(specs), options);
-  ParamGroups groups = make_param_groups(config, layout.params(), model_parallel != nullptr);
+  ParamGroups groups = make_param_groups(config, layout.params(), ranks.model != nullptr);
   std::vector<int> norm_of;
   for (const int group : groups.group_of) {
     norm_of.push_back(groups.groups[static_cast<std::size_t>(group)].norm);
@@ -150,9 +159,9 @@ std::string place_in(const Communicator& comm) {
 }
 
 /// What ranks of one data-parallel group have in common as parts of the model.
-std::string model_parallel_text(const Plan& plan, const Communicator* model_parallel) {
-  if (model_parallel == nullptr) return "none";
-  std::string text = place_in(*model_parallel) + '\n';
+std::string model_parallel_text(const Plan& plan, const ParallelGroups& ranks) {
+  if (ranks.model == nullptr) return "none";
+  std::string text = place_in(*ranks.model) + '\n';
   for (std::size_t p = 0; p < plan.norm_of.size(); ++p) {
     if (plan.norm_of[p] < 0) text += "counted elsewhere: " + plan.layout.params()[p].name + '\n';
   }
@@ -169,10 +178,21 @@ std::string configuration_text(Config config) {
   return text;
 }
 
+/// What all ranks that share params have in common.
+std::vector<LayoutField> plan_fields(const Plan& plan, const Config& config, const ParallelGroups& ranks) {
+  std::vector<LayoutField> fields = plan.layout.fields();
+  fields.push_back({"model_parallel", model_parallel_text(plan, ranks)});
+  fields.push_back({"averaged_ranks", std::to_string(ranks.ranks_of_mean())});
+  fields.push_back({"configuration", configuration_text(config)});
+  return fields;
+}
+
 }  // namespace
 
-Plan make_agreed_plan(std::vector<ParamSpec> specs, const Config& config, Communicator& comm, Device device,
-                      Communicator* model_parallel) {
+Plan make_agreed_plan(std::vector<ParamSpec> specs, const Config& config, const ParallelGroups& ranks,
+                      Device device) {
+  Communicator& comm = *ranks.data;
+  Communicator* const model_parallel = ranks.model;
   std::optional<Plan> plan;
   LayoutField status[] = {{"library_version", MXOPT_VERSION}, {"problems", ""}};
   std::exception_ptr failure;
@@ -189,7 +209,7 @@ Plan make_agreed_plan(std::vector<ParamSpec> specs, const Config& config, Commun
       failure = std::current_exception();
     }
   };
-  attempt([&] { plan.emplace(make_plan(std::move(specs), config, comm, device, model_parallel)); });
+  attempt([&] { plan.emplace(make_plan(std::move(specs), config, ranks, device)); });
   if (model_parallel != nullptr) {
     attempt([&] { require_agreement(*model_parallel, status); });
     // Now it failed on every rank of that group, or on none.
@@ -205,11 +225,21 @@ Plan make_agreed_plan(std::vector<ParamSpec> specs, const Config& config, Commun
   }
   require_agreement(comm, status);
   if (failure) std::rethrow_exception(failure);
-  std::vector<LayoutField> fields = plan->layout.fields();
-  fields.push_back({"model_parallel", model_parallel_text(*plan, model_parallel)});
-  fields.push_back({"configuration", configuration_text(config)});
+  std::vector<LayoutField> fields = plan_fields(*plan, config, ranks);
+  fields.push_back({"replicas", ranks.replicas == nullptr ? "none" : place_in(*ranks.replicas)});
   require_agreement(comm, fields);
   return std::move(*plan);
+}
+
+void require_equal_replicas(Communicator& replicas, const Plan* plan, const Config& config,
+                            const ParallelGroups& ranks, const std::string& problem) {
+  LayoutField status[] = {{"library_version", MXOPT_VERSION}, {"construction", problem}};
+  std::ranges::replace(status[1].text, '\n', ' ');
+  require_agreement(replicas, status);
+  if (plan == nullptr) return;  // then it is so on every rank
+  std::vector<LayoutField> fields = plan_fields(*plan, config, ranks);
+  fields.push_back({"data_parallel", place_in(*ranks.data)});
+  require_agreement(replicas, fields);
 }
 
 }  // namespace mxopt

@@ -1,10 +1,11 @@
 // The plan of an optimizer: what follows from params, configuration and world size, agreed on by all ranks.
 #pragma once
 
+#include <string>
 #include <vector>
 
-#include "mxopt/collectives/communicator.h"
 #include "mxopt/optimizer/config.h"
+#include "mxopt/optimizer/parallel_groups.h"
 #include "mxopt/optimizer/param_groups.h"
 #include "mxopt/params/layout.h"
 #include "mxopt/params/memory.h"
@@ -18,13 +19,19 @@ struct Plan {
   std::vector<int> norm_of;  // [params] index into groups.norms; -1: another model-parallel rank counts it
 };
 
-/// Collective: makes the plan on every rank, or throws on every rank.
-/// model_parallel  see DistributedAdam; null: none. What fails on one of its ranks fails on all ranks of both
-///                 groups; what ranks of `comm` disagree on, they alone hear of.
+/// Collective over the data-parallel and the model-parallel group: makes the plan on every rank, or throws on
+/// every rank of both where it fails on one. What ranks of a data-parallel group disagree on, they alone hear
+/// of. Replicas are not asked, see require_equal_replicas().
 /// Throws  ConfigError when the list or the configuration is bad; ContractError when ranks disagree, one
 /// whose own list
 ///         is bad while the others' are good included.
-Plan make_agreed_plan(std::vector<ParamSpec> specs, const Config& config, Communicator& comm, Device device,
-                      Communicator* model_parallel = nullptr);
+Plan make_agreed_plan(std::vector<ParamSpec> specs, const Config& config, const ParallelGroups& ranks,
+                      Device device);
+
+/// Collective over the replicas: throws on all of them when plan or configuration are not equal, or when one
+/// has a problem.
+/// plan  null where there is a problem.
+void require_equal_replicas(Communicator& replicas, const Plan* plan, const Config& config,
+                            const ParallelGroups& ranks, const std::string& problem);
 
 }  // namespace mxopt

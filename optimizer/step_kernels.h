@@ -103,8 +103,8 @@ class StepKernels {
   /// a non-finite one in their status byte. What `statistics` wants beside that, it gets in the same pass.
   virtual void grad_stats(const StatisticsMemory& statistics, StreamRef stream) = 0;
 
-  /// advance() on reduced statistics.
-  virtual void decide(const StepMemory& memory, const StepOptions& options, StreamRef stream) = 0;
+  /// advance() on reduced statistics, of 1 to kMostParts optimizers on this device.
+  virtual void decide(std::span<const StepPart> parts, StreamRef stream) = 0;
 
   /// Zeroes bytes; begin and size are multiples of 16.
   virtual void clear(std::span<std::uint8_t> bytes, const StepOutcome* outcome, StreamRef stream) = 0;

@@ -319,10 +319,17 @@ __global__ void add_tokens_kernel(std::int64_t* sum, std::int64_t count, const s
   *sum += count + (counter != nullptr ? *counter : 0);
 }
 
-__global__ void decide_kernel(StepMemory memory, StepOptions options) {
+template <int kParts>
+struct PartsOf {
+  StepPart part[kParts];
+  int count;
+};
+
+template <int kParts>
+__global__ void decide_kernel(PartsOf<kParts> parts) {
   release_next_launch();
   wait_for_former_launches();
-  advance(memory, options);
+  advance(parts.part, parts.count);
 }
 
 __global__ void __launch_bounds__(kThreads)
@@ -507,8 +514,10 @@ class CudaStepKernels final : public StepKernels {
     }
   }
 
-  void decide(const StepMemory& memory, const StepOptions& options, StreamRef stream) override {
-    launch(1, 1, stream, decide_kernel, memory, options);
+  void decide(std::span<const StepPart> parts, StreamRef stream) override {
+    // Why two: nearly every step is of one optimizer, and the arguments of the most are 8 times as large.
+    if (parts.size() == 1) return decide_as<1>(parts, stream);
+    decide_as<kMostParts>(parts, stream);
   }
 
   void clear(std::span<std::uint8_t> bytes, const StepOutcome* outcome, StreamRef stream) override {
@@ -576,6 +585,14 @@ class CudaStepKernels final : public StepKernels {
     } else {
       launch(tiles, kThreads, stream, write_kernel<kUpdate, Grad, false>, pass, groups, NoPeers());
     }
+  }
+
+  template <int kParts>
+  void decide_as(std::span<const StepPart> parts, StreamRef stream) {
+    PartsOf<kParts> arguments = {};
+    std::ranges::copy(parts, arguments.part);
+    arguments.count = static_cast<int>(parts.size());
+    launch(1, 1, stream, decide_kernel<kParts>, arguments);
   }
 
   /// A grid that fills the device once.

@@ -406,8 +406,8 @@ class HostStepKernels final : public StepKernels {
     *sum += count + (counter != nullptr ? *counter : 0);
   }
 
-  void decide(const StepMemory& memory, const StepOptions& options, StreamRef) override {
-    advance(memory, options);
+  void decide(std::span<const StepPart> parts, StreamRef) override {
+    advance(parts.data(), static_cast<int>(parts.size()));
   }
 
   void clear(std::span<std::uint8_t> bytes, const StepOutcome* outcome, StreamRef) override {

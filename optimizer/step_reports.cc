@@ -34,7 +34,7 @@ std::uint8_t* lay_out(std::uint8_t* base, const StepReports::Result& shape, Step
 
 class StepReports::Pending final : public StepReport::Source {
  public:
-  Pending(StepRecord record, Slot& slot, std::array<Work, 2> last, const StepReports& owner)
+  Pending(StepRecord record, Slot& slot, std::array<Work, 3> last, const StepReports& owner)
       : record_(std::move(record)), slot_(&slot), last_(std::move(last)), owner_(&owner) {}
 
   const StepRecord& read() override {
@@ -67,7 +67,7 @@ class StepReports::Pending final : public StepReport::Source {
  private:
   StepRecord record_;
   Slot* slot_;  // null: complete
-  std::array<Work, 2> last_;
+  std::array<Work, 3> last_;
   const StepReports* owner_;
   std::exception_ptr problem_;
 };
@@ -100,7 +100,7 @@ void StepReports::make_room() {
   oldest->read();
 }
 
-StepReport StepReports::add(StepRecord record, const Result& result, std::array<Work, 2> last,
+StepReport StepReports::add(StepRecord record, const Result& result, std::array<Work, 3> last,
                             StreamRef stream) {
   Slot& slot = slots_[next_];
   next_ = (next_ + 1) % slots_.size();

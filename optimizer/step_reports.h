@@ -45,7 +45,7 @@ class StepReports {
   /// Enqueues the copies of `result`.
   /// last  of each group of ranks, a call whose end means that no peer is missing; they are waited for first,
   ///       for the sake of their deadlines.
-  StepReport add(StepRecord record, const Result& result, std::array<Work, 2> last, StreamRef stream);
+  StepReport add(StepRecord record, const Result& result, std::array<Work, 3> last, StreamRef stream);
 
   /// Completes all reports; what they found is thrown when they are read.
   void settle();

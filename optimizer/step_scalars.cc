@@ -1,6 +1,5 @@
 #include "mxopt/optimizer/step_scalars.h"
 
-#include <cstddef>
 #include <utility>
 
 #include "mxopt/params/block_geometry.h"
@@ -34,6 +33,7 @@ StepScalars::StepScalars(int groups, std::int64_t steps, const StepState& initia
     : device_(device) {
   const auto norms = static_cast<std::int64_t>(layout.separate_max_norms.size());
   StatisticsMemory& statistics = memory_.statistics;
+  own_elems_ = kStatisticsElems - kOwnStatisticsAt + layout.model_parallel_ranks;
   common_elems_ = kStatisticsElems + 2 * layout.model_parallel_ranks + norms * kElemsOf<NormSum>;
   statistics.elems = common_elems_ + layout.params * kElemsOf<ParamSums>;
   statistics.counts_zeros = layout.counts_zeros;
@@ -44,10 +44,10 @@ StepScalars::StepScalars(int groups, std::int64_t steps, const StepState& initia
     statistics.step = reinterpret_cast<StepStatistics*>(message);
     std::int64_t* const of_ranks = message + kStatisticsElems;
     if (layout.model_parallel_ranks > 0) {
-      memory_.nonfinite_runs_of_ranks = of_ranks;
-      statistics.nonfinite_runs_of_rank = of_ranks + layout.model_parallel_rank;
-      memory_.tokens_of_ranks = of_ranks + layout.model_parallel_ranks;
-      statistics.tokens = of_ranks + layout.model_parallel_ranks + layout.model_parallel_rank;
+      memory_.tokens_of_ranks = of_ranks;
+      statistics.tokens = of_ranks + layout.model_parallel_rank;
+      memory_.nonfinite_runs_of_ranks = of_ranks + layout.model_parallel_ranks;
+      statistics.nonfinite_runs_of_rank = of_ranks + layout.model_parallel_ranks + layout.model_parallel_rank;
     } else {
       statistics.tokens = message + offsetof(StepStatistics, tokens) / sizeof(std::int64_t);  // null at first
     }
@@ -84,6 +84,14 @@ void StepScalars::set_groups(const GroupValues& values, StreamRef stream) {
   send(constants_, values.constants);
   send(weight_decay_, values.weight_decay);
   send(lr_, values.lr);
+}
+
+void StepScalars::set_state(const StepState& state, StreamRef stream) {
+  copy_bytes(memory_.state, &state, sizeof(state), device_, stream);
+}
+
+void StepScalars::copy_state(const StepScalars& from, StreamRef stream) {
+  copy_bytes(memory_.state, from.memory_.state, sizeof(StepState), device_, stream);
 }
 
 void StepScalars::set_taken(std::int64_t taken, StreamRef stream) {

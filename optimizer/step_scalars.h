@@ -1,6 +1,7 @@
 // The scalars of a step in the optimizer's memory, and what the host changes in them between steps.
 #pragma once
 
+#include <cstddef>
 #include <cstdint>
 #include <memory>
 #include <span>
@@ -41,6 +42,8 @@ class StepScalars {
   TypedSpan statistics() const { return {memory_.statistics.step, DType::kInt64, memory_.statistics.elems}; }
   /// The start of them that is to be summed over model-parallel ranks too: all but what is of one param.
   TypedSpan common_statistics() const { return statistics().sub(0, common_elems_); }
+  /// What of them ranks that own the same shard have of their own: agreement and tokens.
+  TypedSpan own_statistics() const { return statistics().sub(kOwnStatisticsAt, own_elems_); }
   /// What of them is of one param each.
   std::span<const ParamSums> param_sums() const { return param_sums_; }
   std::span<const NormOutcome> norm_outcomes() const {
@@ -53,12 +56,17 @@ class StepScalars {
 
   void set_groups(const GroupValues& values, StreamRef stream);
   void set_taken(std::int64_t taken, StreamRef stream);
+  void set_state(const StepState& state, StreamRef stream);
+  /// That of other scalars on this device.
+  void copy_state(const StepScalars& from, StreamRef stream);
 
  private:
   Device device_;
   Buffer buffer_;
   StepMemory memory_;
-  std::int64_t common_elems_ = 0;
+  static constexpr std::int64_t kOwnStatisticsAt =
+      offsetof(StepStatistics, options_hash) / sizeof(std::int64_t);
+  std::int64_t common_elems_ = 0, own_elems_ = 0;
   std::span<const ParamSums> param_sums_;
   GroupConstants* constants_ = nullptr;
   float* weight_decay_ = nullptr;

@@ -35,6 +35,7 @@ struct StepOptions {
   std::int64_t hash = 0;         // of what the user may change between steps
   int world_size = 1;            // ranks whose statistics are added
   int model_parallel_ranks = 0;  // 0: no such group
+  double grad_divisor = 1;       // ranks that the reduced gradients are still to be divided by
   bool divides_by_tokens = false;
   int groups = 0;
 };
@@ -137,46 +138,102 @@ MXOPT_HD std::int64_t agreement_hash(std::int64_t options_hash, std::int64_t tak
   return static_cast<std::int64_t>(x ^ x >> 31);
 }
 
-/// From reduced statistics to the decision, the groups' scalars for fused_update, and the next state. The
-/// scalars are written only when the step is taken. A step that is skipped for its norm has not overflowed:
-/// for the loss scale it is a clean one.
-MXOPT_HD void advance(const StepMemory& memory, const StepOptions& options) {
-  StepStatistics& reduced = *memory.statistics.step;
-  const GroupTable& table = memory.table;
-  StepState& state = *memory.state;
-  StepOutcome& outcome = *memory.outcome;
-  // The sum of equal numbers over ranks, modulo 2^64.
-  outcome.options_differ = static_cast<std::uint64_t>(reduced.options_hash) !=
-                           static_cast<std::uint64_t>(options.world_size) *
-                               static_cast<std::uint64_t>(agreement_hash(options.hash, state.taken));
-  outcome.is_step_missing = !table.has_step(state.taken + 1);
-  // Model-parallel ranks see the same tokens: those that have counted any must have counted alike.
-  outcome.tokens = reduced.tokens;
-  for (int rank = 0; rank < options.model_parallel_ranks; ++rank) {
-    const std::int64_t tokens = memory.tokens_of_ranks[rank];
+/// One optimizer's part in a decision.
+struct StepPart {
+  StepMemory memory;
+  StepOptions options;
+};
+
+/// Optimizers that can decide together.
+inline constexpr int kMostParts = 8;
+
+/// Whether the ranks of a part were told different things, or the part has taken other steps than the first.
+/// The sum of equal numbers over ranks, modulo 2^64.
+MXOPT_HD bool do_options_differ(const StepPart& part, const StepState& first) {
+  const auto expected =
+      static_cast<std::uint64_t>(part.options.world_size) *
+      static_cast<std::uint64_t>(agreement_hash(part.options.hash, part.memory.state->taken));
+  return static_cast<std::uint64_t>(part.memory.statistics.step->options_hash) != expected ||
+         part.memory.state->taken != first.taken;
+}
+
+/// The tokens of all ranks. Model-parallel ranks see the same ones: those that have counted any must have
+/// counted alike, else `differ` is set.
+MXOPT_HD std::int64_t all_tokens(const StepPart& part, bool& differ) {
+  std::int64_t all = part.memory.statistics.step->tokens;
+  for (int rank = 0; rank < part.options.model_parallel_ranks; ++rank) {
+    const std::int64_t tokens = part.memory.tokens_of_ranks[rank];
     if (tokens == 0) continue;
-    if (outcome.tokens != 0 && outcome.tokens != tokens) outcome.options_differ = true;
-    outcome.tokens = tokens;
+    if (all != 0 && all != tokens) differ = true;
+    all = tokens;
   }
-  const double divisor =
-      state.loss_scale.scale * static_cast<double>(options.divides_by_tokens ? counted(outcome.tokens) : 1);
-  const StepDecision decision = decide(reduced, divisor, options.max_norm, options.skip_norm, memory.norms);
+  return all;
+}
+
+/// The model-parallel rank that is the first with a non-finite gradient; -1: none.
+MXOPT_HD int first_nonfinite_rank(const StepPart& part) {
+  for (int rank = 0; rank < part.options.model_parallel_ranks; ++rank) {
+    if (part.memory.nonfinite_runs_of_ranks[rank] != 0) return rank;
+  }
+  return -1;
+}
+
+/// What the update of a taken step needs of each group.
+MXOPT_HD void set_scalars(const StepPart& part, std::int64_t taken, float common_factor) {
+  const GroupTable& table = part.memory.table;
+  for (int group = 0; group < part.options.groups; ++group) {
+    const GroupConstants& constants = table.constants[group];
+    AdamScalars s;
+    s.beta1 = static_cast<float>(constants.betas[0]);
+    s.beta2 = static_cast<float>(constants.betas[1]);
+    s.omb1 = static_cast<float>(1.0 - constants.betas[0]);
+    s.omb2 = static_cast<float>(1.0 - constants.betas[1]);
+    s.bc1 = static_cast<float>(1.0 - integer_power(constants.betas[0], taken));
+    s.bc2 = static_cast<float>(1.0 - integer_power(constants.betas[1], taken));
+    s.eps = static_cast<float>(constants.eps);
+    const std::int64_t at = table.index_of(group, taken);
+    s.lr = table.lr[at];
+    s.weight_decay = table.weight_decay[at];
+    s.grad_factor =
+        constants.norm == 0 ? common_factor : part.memory.norms.outcomes[constants.norm - 1].grad_factor;
+    s.decoupled = part.options.decoupled;
+    part.memory.scalars[group] = s;
+  }
+}
+
+/// From reduced statistics to the decision, the groups' scalars for fused_update, and the next state: one
+/// decision for all parts, whose options agree in all but what is of one optimizer (hash, ranks, divisor,
+/// groups). Tokens are those that the first part counted. The scalars are written only when the step is
+/// taken. A step that is skipped for its norm has not overflowed: for the loss scale it is a clean one.
+MXOPT_HD void advance(const StepPart* parts, int count) {
+  const StepOptions& options = parts[0].options;
+  StepState& state = *parts[0].memory.state;
+  StepOutcome outcome;
+  for (int p = 0; p < count; ++p) {
+    if (do_options_differ(parts[p], state)) outcome.options_differ = true;
+    if (!parts[p].memory.table.has_step(state.taken + 1)) outcome.is_step_missing = true;
+  }
+  outcome.tokens = all_tokens(parts[0], outcome.options_differ);
+  outcome.loss_scale = state.loss_scale.scale;
+  const double tokens = static_cast<double>(options.divides_by_tokens ? counted(outcome.tokens) : 1);
+  ReducedPart reduced[kMostParts];
+  for (int p = 0; p < count; ++p) {
+    reduced[p] = {parts[p].memory.statistics.step,
+                  outcome.loss_scale * tokens * parts[p].options.grad_divisor, parts[p].memory.norms};
+  }
+  const StepDecision decision = decide(reduced, count, options.max_norm, options.skip_norm);
   bool is_any_gradient = decision.grad_norm > 0;
-  for (int i = 0; i < memory.norms.count; ++i) {
-    is_any_gradient = is_any_gradient || memory.norms.outcomes[i].grad_norm > 0;
+  for (int p = 0; p < count; ++p) {
+    for (int i = 0; i < reduced[p].separate.count; ++i) {
+      is_any_gradient = is_any_gradient || reduced[p].separate.outcomes[i].grad_norm > 0;
+    }
   }
   outcome.are_tokens_missing = options.divides_by_tokens && outcome.tokens == 0 && is_any_gradient;
   const bool is_void = outcome.options_differ || outcome.is_step_missing || outcome.are_tokens_missing;
   outcome.taken = decision.take && !is_void;
   outcome.skip_reason = decision.skip_reason;
-  outcome.zero_grads = reduced.zero_grads;
-  outcome.nonfinite_rank = -1;
-  for (int rank = options.model_parallel_ranks - 1; rank >= 0; --rank) {
-    if (memory.nonfinite_runs_of_ranks[rank] != 0) outcome.nonfinite_rank = rank;
-  }
   outcome.grad_norm = decision.grad_norm;
   outcome.clip_factor = decision.clip_factor;
-  outcome.loss_scale = state.loss_scale.scale;
 
   if (!is_void) {
     ++state.calls;
@@ -189,25 +246,17 @@ MXOPT_HD void advance(const StepMemory& memory, const StepOptions& options) {
     state.loss_factor = static_cast<float>(state.loss_scale.scale);
   }
   outcome.after = state;
-  if (!outcome.taken) return;
-
-  for (int group = 0; group < options.groups; ++group) {
-    const GroupConstants& constants = table.constants[group];
-    AdamScalars s;
-    s.beta1 = static_cast<float>(constants.betas[0]);
-    s.beta2 = static_cast<float>(constants.betas[1]);
-    s.omb1 = static_cast<float>(1.0 - constants.betas[0]);
-    s.omb2 = static_cast<float>(1.0 - constants.betas[1]);
-    s.bc1 = static_cast<float>(1.0 - integer_power(constants.betas[0], state.taken));
-    s.bc2 = static_cast<float>(1.0 - integer_power(constants.betas[1], state.taken));
-    s.eps = static_cast<float>(constants.eps);
-    const std::int64_t at = table.index_of(group, state.taken);
-    s.lr = table.lr[at];
-    s.weight_decay = table.weight_decay[at];
-    s.grad_factor =
-        constants.norm == 0 ? decision.grad_factor : memory.norms.outcomes[constants.norm - 1].grad_factor;
-    s.decoupled = options.decoupled;
-    memory.scalars[group] = s;
+  for (int p = 0; p < count; ++p) {
+    const StepMemory& memory = parts[p].memory;
+    *memory.state = state;
+    outcome.zero_grads = memory.statistics.step->zero_grads;
+    outcome.nonfinite_rank = first_nonfinite_rank(parts[p]);
+    *memory.outcome = outcome;
+    if (!outcome.taken) continue;
+    NormOutcome common;
+    common.grad_norm = decision.grad_norm;
+    clip(common, reduced[p].divisor, options.max_norm);
+    set_scalars(parts[p], state.taken, common.grad_factor);
   }
 }
 

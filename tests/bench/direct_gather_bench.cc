@@ -112,7 +112,8 @@ class Rank {
     StepOptions options;
     options.world_size = comm_.size();
     options.groups = 1;
-    kernels_->decide(memory, options, stream_);
+    const StepPart part = {memory, options};
+    kernels_->decide({&part, 1}, stream_);
     synchronize(comm_.device(), stream_);
   }
 

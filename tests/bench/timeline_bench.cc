@@ -199,7 +199,8 @@ class StepParts {
            kernels_->grad_stats(memory.statistics, stream_);
            comm_.all_reduce(scalars_.statistics(), ReduceOp::kSum, Traffic::kStatistics, stream_)
                .join(stream_);
-           kernels_->decide(memory, step_options(), stream_);
+           const StepPart part = {memory, step_options()};
+           kernels_->decide({&part, 1}, stream_);
          }},
         {"update", owned_elems_ * (26 + grad_bytes) - cut_elems_,
          [this, &memory] {

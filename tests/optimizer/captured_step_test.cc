@@ -7,6 +7,8 @@
 #include "support/optimizer_fixture.h"
 #include "support/thrown_message.h"
 
+#include "mxopt/optimizer/optimizer_chain.h"
+
 namespace mxopt {
 namespace {
 
@@ -68,6 +70,63 @@ TEST(CapturedStep, ReplaysDivideByTheTokensThatAreCountedWhenTheyRun) {
     EXPECT_EQ(opt.last_report(stream.ref())->tokens, tokens);
   }
   EXPECT_EQ(cudaGraphExecDestroy(graph), cudaSuccess);
+}
+
+/// The state after six steps of a chain, the last four of them replays where asked for.
+test::Facts run_chain(bool is_captured) {
+  const Stream stream(kCuda);
+  const auto native = static_cast<cudaStream_t>(stream.ref().native());
+  const test::Place place{kCuda, stream.ref()};
+  SelfCommunicator comm(kCuda), more(kCuda), side;
+  const std::vector<ParamSpec> specs{test::spec("a", {64, 96}, ParamFormat::kMxfp8, Storage::kBoth)};
+  const std::vector<ParamSpec> more_specs{test::spec("b", {330})};
+  Config config;
+  config.optimizer.clip_grad = 0.5;
+  DistributedAdam first(specs, config, comm, kCuda), second(more_specs, config, more, kCuda);
+  test::set_all_initial(first, specs, 0, stream.ref());
+  test::set_all_initial(second, more_specs, 0, stream.ref());
+  OptimizerChain chain({{"first", &first}, {"second", &second}});
+  chain.publish(stream.ref());
+  test::Facts facts;
+  cudaGraphExec_t graph = nullptr;
+  for (int step = 0; step < 6; ++step) {
+    if (is_captured && step == 2) {
+      EXPECT_EQ(cudaDeviceSynchronize(), cudaSuccess);
+      cudaGraph_t captured = nullptr;
+      EXPECT_EQ(cudaStreamBeginCapture(native, cudaStreamCaptureModeThreadLocal), cudaSuccess);
+      const StepReport report = chain.step(stream.ref());
+      EXPECT_EQ(cudaStreamEndCapture(native, &captured), cudaSuccess);
+      EXPECT_THROW(*report, ContractError);
+      EXPECT_EQ(cudaGraphInstantiate(&graph, captured, 0), cudaSuccess);
+      EXPECT_EQ(cudaGraphDestroy(captured), cudaSuccess);
+    }
+    for (DistributedAdam* opt : {&first, &second}) {
+      const std::string name = opt == &first ? "a" : "b";
+      const test::HostView grad(kCuda, stream.ref(), opt->grad(name).data);
+      test::write_values(grad.span(), test::grad_values(name, grad.span().elems, step));
+      grad.store();
+    }
+    if (graph == nullptr) {
+      chain.step(stream.ref());
+    } else {
+      EXPECT_EQ(cudaGraphLaunch(graph, native), cudaSuccess);
+    }
+    StepRecord record = *chain.last_report(stream.ref());
+    EXPECT_EQ(record.step, step + 1);
+    test::add_record_facts(facts, record, "step " + std::to_string(step) + ": ");
+  }
+  if (graph != nullptr) {
+    EXPECT_EQ(cudaGraphExecDestroy(graph), cudaSuccess);
+  }
+  for (DistributedAdam* opt : {&first, &second}) {
+    std::ranges::move(test::state_facts(*opt, side, "", place), std::back_inserter(facts));
+  }
+  return facts;
+}
+
+TEST(CapturedStep, OfAChainIsThatOfAllMembers) {
+  MXOPT_SKIP_WITHOUT(kCuda);
+  EXPECT_TRUE(test::same_facts(run_chain(false), run_chain(true)));
 }
 
 TEST(CapturedStep, WhatIsNotSentYetIsRefused) {

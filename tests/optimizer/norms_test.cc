@@ -273,7 +273,7 @@ void compare_grid(Grid grid, Device device, DType grad_dtype, bool with_details 
     for (const ModelParam& param : model_params()) {
       if (param.is_on(model_rank, grid.model)) specs.push_back(param.spec);
     }
-    DistributedAdam opt(specs, config, rank.data, device, nullptr, has_model ? &rank.model : nullptr);
+    DistributedAdam opt(specs, config, {rank.data, has_model ? &rank.model : nullptr}, device);
     test::set_all_initial(opt, specs, rank.data.rank(), rank.place.stream);
     opt.publish(rank.place.stream);
     Oracle oracle(config);
@@ -327,7 +327,7 @@ TEST_P(NormsOf, CopiesOnModelParallelRanksCountOnce) {
       specs[1].duplicate_key = "copy";
       Config config;
       config.optimizer.count_zeros = true;
-      DistributedAdam opt(specs, config, rank.data, device(), nullptr, &rank.model);
+      DistributedAdam opt(specs, config, {rank.data, &rank.model}, device());
       test::set_all_initial(opt, specs, 0, rank.place.stream);
       opt.publish(rank.place.stream);
       for (const ParamSpec& s : specs) fill_grad(opt, s.name, 1, rank.place);
@@ -373,7 +373,7 @@ TEST_P(NormsOf, AllOfThemAreOneMessageOfEachGroupAndNoMoreLaunches) {
       Config config;
       if (with_all) config = model_config(DType::kFp32);
       config.optimizer.bucket_elems = 7000;
-      DistributedAdam opt(specs, config, data, device(), nullptr, with_all ? &model : nullptr);
+      DistributedAdam opt(specs, config, {data, with_all ? &model : nullptr}, device());
       test::set_all_initial(opt, specs, 0, rank.place.stream);
       opt.publish(rank.place.stream);
       for (int step = 0; step < 2; ++step) {
@@ -404,7 +404,7 @@ std::vector<std::string> limit_messages(Device device, float value, const std::s
     config.optimizer.groups.pop_back();
     config.optimizer.max_consecutive_skips = 2;
     config.optimizer.loss_scale = {};
-    DistributedAdam opt(specs, config, rank.data, device, nullptr, &rank.model);
+    DistributedAdam opt(specs, config, {rank.data, &rank.model}, device);
     test::set_all_initial(opt, specs, 0, rank.place.stream);
     opt.publish(rank.place.stream);
     const auto step = [&] {
@@ -437,7 +437,7 @@ TEST_P(NormsOf, OtherHyperParametersOfAModelParallelRankAreAnErrorOnAllRanks) {
   std::vector<std::string> texts;
   run_grid({2, 2}, device(), [&](const GridRank& rank) {
     const std::vector<ParamSpec> specs = {spec("a", {64})};
-    DistributedAdam opt(specs, Config(), rank.data, device(), nullptr, &rank.model);
+    DistributedAdam opt(specs, Config(), {rank.data, &rank.model}, device());
     test::set_all_initial(opt, specs, 0, rank.place.stream);
     opt.publish(rank.place.stream);
     if (rank.model.rank() == 1) opt.set_lr("*", 0.5);
@@ -507,7 +507,7 @@ std::vector<std::string> construction_messages(
     change(input, rank.data.rank(), rank.model.rank());
     std::string& text = texts[static_cast<std::size_t>(2 * rank.model.rank() + rank.data.rank())];
     try {
-      const DistributedAdam opt(input.specs, input.config, rank.data, Device(), nullptr, &rank.model);
+      const DistributedAdam opt(input.specs, input.config, {rank.data, &rank.model});
     } catch (const ConfigError& error) {
       text = error.what();
     } catch (const ContractError& error) {
@@ -578,7 +578,7 @@ TEST(NormsAtConstruction, AGroupDecaysWhereAParamOfItDecaysOnSomeRank) {
     config.optimizer.groups.resize(2);
     config.optimizer.groups[0].match = "x";
     config.optimizer.groups[1].match = "y";
-    DistributedAdam opt(specs, config, rank.data, Device(), nullptr, &rank.model);
+    DistributedAdam opt(specs, config, {rank.data, &rank.model});
     EXPECT_NO_THROW(opt.set_weight_decay("x", 0.5));
     EXPECT_TRUE(contains(thrown_message<ContractError>([&] { opt.set_weight_decay("y", 0.5); }),
                          "the params of group 'y' have one dimension and no weight decay"));
@@ -604,8 +604,9 @@ TEST(NormsAtConstruction, ADataParallelGroupIsOnePartOfTheModel) {
     const auto data = all.split(0, all.rank());
     const auto model = all.split(0, all.rank());
     Input input;
-    texts[static_cast<std::size_t>(all.rank())] = thrown_message<ContractError>(
-        [&] { DistributedAdam(input.specs, input.config, *data, Device(), nullptr, model.get()); });
+    texts[static_cast<std::size_t>(all.rank())] = thrown_message<ContractError>([&] {
+      DistributedAdam(input.specs, input.config, {*data, model.get()});
+    });
   });
   expect_on_all(texts, "data_parallel: rank 1 has 'rank 1 of 2' where rank 0 has 'rank 0 of 2'");
 }
@@ -614,8 +615,9 @@ TEST(NormsAtConstruction, AModelParallelCommunicatorOfAnotherMemoryIsRefused) {
   SelfCommunicator data, model(Device{DeviceKind::kCuda, 0});
   Input input;
   EXPECT_EQ(
-      thrown_message<ConfigError>(
-          [&] { DistributedAdam(input.specs, input.config, data, Device(), nullptr, &model); }),
+      thrown_message<ConfigError>([&] {
+        DistributedAdam(input.specs, input.config, {data, &model});
+      }),
       "the model-parallel communicator (self, rank 0 of 1) does not move bytes of the optimizer's device");
 }
 

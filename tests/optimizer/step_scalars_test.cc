@@ -55,10 +55,13 @@ TEST_P(StepScalarsOf, StatisticsAreOneMessageThatEndsWithWhatIsOfOneParam) {
   EXPECT_EQ(statistics.elems, scalars.statistics().elems);
   const auto* const message = static_cast<const std::int64_t*>(scalars.statistics().data);
   EXPECT_EQ(scalars.common_statistics().data, message);
-  EXPECT_EQ(memory.nonfinite_runs_of_ranks, message + kStatisticsElems);
-  EXPECT_EQ(statistics.nonfinite_runs_of_rank, message + kStatisticsElems + 1);
-  EXPECT_EQ(memory.tokens_of_ranks, message + kStatisticsElems + 3);
-  EXPECT_EQ(statistics.tokens, message + kStatisticsElems + 3 + 1);
+  EXPECT_EQ(memory.tokens_of_ranks, message + kStatisticsElems);
+  EXPECT_EQ(statistics.tokens, message + kStatisticsElems + 1);
+  EXPECT_EQ(memory.nonfinite_runs_of_ranks, message + kStatisticsElems + 3);
+  EXPECT_EQ(statistics.nonfinite_runs_of_rank, message + kStatisticsElems + 3 + 1);
+  EXPECT_EQ(scalars.own_statistics().data, &statistics.step->options_hash);
+  EXPECT_EQ(static_cast<const std::int64_t*>(scalars.own_statistics().data) + scalars.own_statistics().elems,
+            memory.nonfinite_runs_of_ranks);
   EXPECT_EQ(statistics.squares_of(2), message + kStatisticsElems + 2 * 3 + kSumLimbs);
   EXPECT_EQ(statistics.squares_of(0), statistics.step->square_sum);
   EXPECT_EQ(statistics.squares_of(-1), nullptr);
@@ -70,6 +73,24 @@ TEST_P(StepScalarsOf, StatisticsAreOneMessageThatEndsWithWhatIsOfOneParam) {
   EXPECT_EQ(memory.norms.sums, statistics.norms);
   EXPECT_EQ(read(memory.norms.max_norms), 0.5);
   EXPECT_EQ(read(memory.norms.max_norms + 1), 0.25);
+}
+
+TEST_P(StepScalarsOf, TakeTheStateOfOthers) {
+  StepState state;
+  state.taken = 3;
+  state.calls = 5;
+  state.loss_scale = {64, 1, 2};
+  state.loss_factor = 64;
+  StepScalars scalars(1, 1, StepState(), device(), default_allocator(device()));
+  scalars.set_state(state, StreamRef());
+  StepScalars others(2, 1, StepState(), device(), default_allocator(device()));
+  others.copy_state(scalars, StreamRef());
+  const StepState copied = read(others.memory().state);
+  EXPECT_EQ(copied.taken, 3);
+  EXPECT_EQ(copied.calls, 5);
+  EXPECT_EQ(copied.loss_scale.scale, 64);
+  EXPECT_EQ(copied.loss_scale.clean_steps, 2);
+  EXPECT_EQ(read(others.loss_factor().data()), 64);
 }
 
 TEST_P(StepScalarsOf, TakeWhatTheHostSays) {

@@ -41,7 +41,10 @@ struct Step {
             &state,     &outcome, scalars,         &tokens,
             table};
   }
-  void run() { advance(memory(), options); }
+  void run() {
+    const StepPart part = {memory(), options};
+    advance(&part, 1);
+  }
 
   StepStatistics statistics;
   StepOptions options;

@@ -373,6 +373,7 @@ struct Scenario {
   int threads = 1;
   bool with_skips = true;
   bool with_changes = true;                         // hyper-parameters and masters are changed between steps
+  int shard_ranks = 0;                              // hybrid sharding; 0: one group of all ranks
   bool nan_padding = false;                         // NaN in all gradient padding before every step
   std::vector<int> digest_after = {-1, 5, 10, 19};  // steps; -1: the first publish
 };
@@ -498,7 +499,8 @@ inline void change_between_steps(DistributedAdam& opt, int step, Place place = {
   if (step == 15) opt.set_lr("*", 1e-3);
 }
 
-/// What is known after a step of a scenario. `side` is for messages of the test.
+/// What is known after a step of a scenario. `side` is for messages of the test, and has the ranks of the
+/// optimizer's data-parallel group.
 struct StepContext {
   DistributedAdam& opt;
   Communicator& side;
@@ -515,16 +517,20 @@ inline Facts run_scenario(Communicator& comm, const Scenario& scenario,
                           const std::function<void(const StepContext&)>& after_step = {}, Device device = {},
                           Communicator* over = nullptr) {
   set_kernel_threads(scenario.threads);
-  const std::unique_ptr<Communicator> side = comm.split(0, comm.rank());
+  ShardGroups shards;
+  if (scenario.shard_ranks > 0) shards = split_for_sharding(comm, scenario.shard_ranks);
+  ParallelGroups groups = scenario.shard_ranks > 0 ? shards.groups() : ParallelGroups(comm);
+  const std::unique_ptr<Communicator> side = groups.data->split(0, comm.rank());
   const Stream stream(device);
   const Place place{device, stream.ref()};
-  DeviceOverHost staged(comm, device);
+  DeviceOverHost staged(*groups.data, device);
+  std::optional<DeviceOverHost> staged_replicas;
   SelfCommunicator alone(device);
-  Communicator& device_comm = over != nullptr    ? *over
-                              : comm.size() == 1 ? static_cast<Communicator&>(alone)
-                                                 : staged;
-  DistributedAdam opt(scenario.specs, scenario.config, device.kind == DeviceKind::kHost ? comm : device_comm,
-                      device);
+  if (device.kind != DeviceKind::kHost) {
+    groups.data = over != nullptr ? over : comm.size() == 1 ? static_cast<Communicator*>(&alone) : &staged;
+    if (groups.replicas != nullptr) groups.replicas = &staged_replicas.emplace(*groups.replicas, device);
+  }
+  DistributedAdam opt(scenario.specs, scenario.config, groups, device);
   set_all_initial(opt, scenario.specs, comm.rank(), place.stream);
   opt.publish(place.stream);
   Facts facts;
