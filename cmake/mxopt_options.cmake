@@ -3,6 +3,7 @@
 option(MXOPT_BUILD_TESTS "Build the tests" ${PROJECT_IS_TOP_LEVEL})
 option(MXOPT_BUILD_EXAMPLES "Build the examples" ${PROJECT_IS_TOP_LEVEL})
 option(MXOPT_BUILD_BENCH "Build the benchmarks" ${PROJECT_IS_TOP_LEVEL})
+option(MXOPT_BUILD_FUZZ "Build the libFuzzer programs of tests/fuzz; needs Clang" OFF)
 option(MXOPT_INSTALL "Generate install rules" ${PROJECT_IS_TOP_LEVEL})
 option(MXOPT_WERROR "Turn warnings into errors" OFF)
 set(MXOPT_SANITIZE "" CACHE STRING "Sanitizers to build with: empty, address,undefined or thread")

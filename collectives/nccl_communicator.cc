@@ -845,6 +845,27 @@ std::unique_ptr<NcclCommunicator> NcclCommunicator::create(std::unique_ptr<Commu
   return made;
 }
 
+std::unique_ptr<NcclCommunicator> NcclCommunicator::create(const RendezvousResult& rendezvous, Device device,
+                                                           double timeout_s) {
+  ncclUniqueId id{};
+  MXOPT_CHECK(rendezvous.payload.size() == sizeof(id),
+              "payload of " << rendezvous.payload.size() << " bytes; NCCL's unique id has " << sizeof(id));
+  std::memcpy(&id, rendezvous.payload.data(), sizeof(id));
+  check_version();
+  const auto engine = std::make_shared<Engine>(device, timeout_s);
+  engine->connect(id, rendezvous.rank, static_cast<int>(rendezvous.ranks.size()));
+  return std::unique_ptr<NcclCommunicator>(new NcclCommunicator(engine, nullptr));
+}
+
+std::vector<std::uint8_t> NcclCommunicator::rendezvous_payload() {
+  check_version();
+  ncclUniqueId id{};
+  MXOPT_NCCL_CHECK(ncclGetUniqueId(&id), 0);
+  std::vector<std::uint8_t> payload(sizeof(id));
+  std::memcpy(payload.data(), &id, sizeof(id));
+  return payload;
+}
+
 std::unique_ptr<NcclCommunicator> NcclCommunicator::adopt(ncclComm* comm, double timeout_s) {
   return of(comm, true, timeout_s);
 }

@@ -23,12 +23,14 @@
 // have joined what was called outside of it, and the reverse. Destroy graphs before the communicator.
 #pragma once
 
+#include <cstdint>
 #include <memory>
 #include <optional>
 #include <string>
 #include <vector>
 
 #include "mxopt/collectives/communicator.h"
+#include "mxopt/collectives/rank_table.h"
 
 /// What ncclComm_t points to.
 struct ncclComm;
@@ -51,6 +53,14 @@ class NcclCommunicator final : public Communicator {
   /// The same, keeping `host` as long as itself.
   static std::unique_ptr<NcclCommunicator> create(std::unique_ptr<Communicator> host, Device device,
                                                   double timeout_s);
+  /// Of ranks that met over TCP: rank 0 hands rendezvous_payload() to all as the payload. That no two ranks
+  /// share a GPU, and that versions fit, is left to NCCL; a rank that fails here alone is missed by the
+  /// others at the deadline. Throws ContractError when the payload is none of rendezvous_payload(), else as
+  /// above.
+  static std::unique_ptr<NcclCommunicator> create(const RendezvousResult& rendezvous, Device device,
+                                                  double timeout_s);
+  /// For RendezvousOptions::make_payload: NCCL's unique id of a new group. Throws BackendError.
+  static std::vector<std::uint8_t> rendezvous_payload();
   /// Takes over the caller's communicator: destroys or aborts it. When this throws, it is still the caller's.
   static std::unique_ptr<NcclCommunicator> adopt(ncclComm* comm, double timeout_s);
   /// Uses the caller's communicator, which must outlive it and is neither destroyed nor aborted here: after a

@@ -22,6 +22,7 @@
 
 #include "mxopt/collectives/make_communicator.h"
 #include "mxopt/collectives/self_communicator.h"
+#include "mxopt/collectives/tcp_rendezvous.h"
 
 namespace mxopt {
 namespace {
@@ -135,7 +136,27 @@ TEST(NcclCommunicator, RefusesNullCommunicators) {
                        "needs a host communicator"));
 }
 
+TEST(NcclCommunicator, RefusesAPayloadThatIsNoUniqueId) {
+  const RendezvousResult rendezvous{.rank = 0, .ranks = {RankEntry{}}, .payload = {1, 2, 3}};
+  EXPECT_TRUE(
+      contains(thrown_message<ContractError>([&] { NcclCommunicator::create(rendezvous, kGpu, kTimeoutS); }),
+               "payload of 3 bytes; NCCL's unique id has 128"));
+}
+
 // On one GPU.
+
+TEST(NcclCommunicator, IsMadeOfThePayloadOfARendezvous) {
+  MXOPT_SKIP_WITHOUT(kGpu);
+  const RendezvousResult rendezvous{
+      .rank = 0, .ranks = {RankEntry{}}, .payload = NcclCommunicator::rendezvous_payload()};
+  const auto comm = NcclCommunicator::create(rendezvous, kGpu, kTimeoutS);
+  EXPECT_EQ(comm->rank(), 0);
+  EXPECT_EQ(comm->size(), 1);
+  const OnDevice<std::int64_t> values(kGpu, {7});
+  add_up(*comm, values).wait();
+  EXPECT_EQ(values.read(), std::vector<std::int64_t>{7});
+  comm->close();
+}
 
 class NcclConformance : public ::testing::TestWithParam<ConformanceCase> {};
 
@@ -385,6 +406,29 @@ TEST(NcclWorld, ARankThatDoesNotComeEndsTheOthersWaits) {
     expect_out_of_use(*comm, values);
     checked = true;
   });
+}
+
+TEST(NcclWorld, RanksThatMetOverTcpMakeAGroup) {
+  MXOPT_SKIP_WITHOUT_GPUS(2);
+  const auto run = [](int rank, int port, const std::function<void(int)>& on_listening) {
+    RendezvousOptions options;
+    options.rank = rank;
+    options.world = 2;
+    options.address = "127.0.0.1";
+    options.port = port;
+    options.timeout_s = kTimeoutS;
+    options.make_payload = [] { return NcclCommunicator::rendezvous_payload(); };
+    options.on_listening = on_listening;
+    const auto group = TcpRendezvous::join(options);
+    const auto comm = NcclCommunicator::create(group->result(), gpu(rank), kTimeoutS);
+    const OnDevice<std::int64_t> values(gpu(rank), {1 + rank});
+    add_up(*comm, values).wait();
+    EXPECT_EQ(values.read(), std::vector<std::int64_t>{3});
+    comm->close();
+  };
+  std::thread other;
+  run(0, 0, [&](int port) { other = std::thread(run, 1, port, nullptr); });
+  other.join();
 }
 
 TEST(NcclWorld, AnAbortEndsTheOtherRanksFirstCallAtItsDeadline) {
