@@ -19,6 +19,8 @@ struct Conflict {
   std::string text;
 };
 
+constexpr double kMaxTimeout = 1e6;  // about 12 days; counts of nanoseconds do not overflow
+
 /// Whether the trainer has had its chance to fill in schedule.decay_steps.
 enum class DecaySteps { kMayFollow, kAreFinal };
 
@@ -238,7 +240,6 @@ void describe_schedule(ConfigSchema& schema, ScheduleConfig& config) {
 }
 
 void describe_parallel(ConfigSchema& schema, ParallelConfig& config) {
-  constexpr double kMaxTimeout = 1e6;  // about 12 days; counts of nanoseconds do not overflow
   schema
       .add(
           "parallel.transport", config.transport,
@@ -277,6 +278,39 @@ void describe_parallel(ConfigSchema& schema, ParallelConfig& config) {
       "transports always do; native, on NCCL in an order and a type of its own.");
   schema.add("parallel.world_size", config.world_size, Bounds::at_least(1).or_zero("any"),
              "Number of ranks that the run must have.", "ranks");
+}
+
+void describe_checkpoint(ConfigSchema& schema, CheckpointConfig& config) {
+  schema
+      .add("checkpoint.dir", config.dir,
+           "Folder of all checkpoints of the run, on a file system that all ranks share; empty: none are "
+           "saved.")
+      .alias("save")
+      .alias("folder");
+  schema
+      .add("checkpoint.every", config.every, Bounds::at_least(1).or_zero("only when asked for"),
+           "Taken steps between checkpoints.", "steps")
+      .alias("save_interval")
+      .alias("interval");
+  schema
+      .add("checkpoint.keep_last", config.keep_last, Bounds::at_least(1).at_most(1'000'000).or_zero("all"),
+           "Complete checkpoints that are kept.")
+      .alias("keep_latest_k");
+  schema
+      .add("checkpoint.async", config.async,
+           "Whether training goes on while a checkpoint is written, from a copy of the state in host memory.")
+      .alias("async_save")
+      .alias("async_mode");
+  schema.add("checkpoint.verify", config.verify,
+             {{"full", Verify::kFull}, {"size", Verify::kSize}, {"off", Verify::kOff}},
+             "What is compared before a checkpoint is loaded; full: sizes and checksums of all bytes.");
+  schema.add(
+      "checkpoint.hyper_parameters", config.hyper_parameters,
+      {{"saved", HyperParameters::kSaved}, {"configured", HyperParameters::kConfigured}},
+      "Learning rates, weight decays, betas and eps that a run goes on with: those of the checkpoint, or "
+      "those of the configuration.");
+  schema.add("checkpoint.timeout_s", config.timeout_s, Bounds::above(0).at_most(kMaxTimeout),
+             "Longest time that a checkpoint may take to be written by all ranks.", "seconds");
 }
 
 template <class Value>
@@ -483,6 +517,18 @@ void describe(ConfigSchema& schema, Config& config) {
   describe_precision(schema, config.precision);
   describe_schedule(schema, config.schedule);
   describe_parallel(schema, config.parallel);
+  describe_checkpoint(schema, config.checkpoint);
+}
+
+std::string configuration_text(const Config& config) {
+  Config copy = config;
+  ConfigSchema schema;
+  describe(schema, copy);
+  std::istringstream lines(schema.to_yaml());
+  std::string text;
+  // Without the origins.
+  for (std::string line; std::getline(lines, line);) text += line.substr(0, line.rfind("  # ")) + '\n';
+  return text;
 }
 
 Config load_config(const std::string& path, const std::vector<std::string>& overrides) {

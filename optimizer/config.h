@@ -11,6 +11,7 @@
 #include <vector>
 
 #include "mxopt/collectives/make_communicator.h"
+#include "mxopt/optimizer/checkpoint/checkpoint_contents.h"
 #include "mxopt/params/dtype.h"
 #include "mxopt/params/memory.h"
 #include "mxopt/params/param_spec.h"
@@ -44,6 +45,10 @@ enum class GatherChoice { kAuto, kDirect, kCollective };
 /// How the gradients of ranks are added: as the transport does it, or by an exchange and an FP32 sum in rank
 /// order.
 enum class GradReduction { kNative, kExchange };
+
+/// Which learning rates, weight decays, betas and eps a run goes on with: those it was saved with, or those
+/// that the configuration has now.
+enum class HyperParameters { kSaved, kConfigured };
 
 struct LossScaleConfig {
   LossScaleKind kind = LossScaleKind::kNone;
@@ -121,11 +126,22 @@ struct ParallelConfig {
   std::int64_t world_size = 0;  // 0: any
 };
 
+struct CheckpointConfig {
+  std::string dir = {};        // of all checkpoints of a run; empty: none are saved
+  std::int64_t every = 0;      // taken steps; 0: only when asked for
+  std::int64_t keep_last = 0;  // 0: all
+  bool async = false;
+  Verify verify = Verify::kFull;
+  HyperParameters hyper_parameters = HyperParameters::kSaved;
+  double timeout_s = 1800;
+};
+
 struct Config {
   OptimizerConfig optimizer;
   PrecisionConfig precision;
   ScheduleConfig schedule;
   ParallelConfig parallel;
+  CheckpointConfig checkpoint;
 };
 
 /// What make_communicator() needs: transport, deadline and world size, for buffers in the memory of `device`.
@@ -137,6 +153,9 @@ Device resolved_device(const ParallelConfig& parallel, int cuda_index);
 
 /// The storage that kAuto stands for, or the one that was chosen.
 Storage resolved_storage(const PrecisionConfig& precision);
+
+/// The values of all keys as YAML.
+std::string configuration_text(const Config& config);
 
 /// The group's name, which is its pattern where none was given.
 const std::string& group_name(const GroupConfig& group);

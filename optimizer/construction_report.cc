@@ -16,7 +16,8 @@ std::string mebibytes(std::int64_t bytes) {
 std::string reduction_text(const ConstructionReport& report) {
   switch (report.grad_reduce) {
     case GradReduce::kAverage:
-      return "divided by " + std::to_string(report.average_divisor) + " in the reduction";
+      return "divided by " + std::to_string(report.average_divisor) +
+             (report.averages_in_reduction ? " in the reduction" : " in the update");
     case GradReduce::kSum:
       return "summed over ranks";
     case GradReduce::kTokens:
@@ -27,10 +28,11 @@ std::string reduction_text(const ConstructionReport& report) {
 
 }  // namespace
 
-ConstructionReport make_report(const Layout& layout, const Communicator& comm,
+ConstructionReport make_report(const Layout& layout, const ParallelGroups& ranks,
                                const OptimizerConfig& optimizer) {
   ConstructionReport report;
-  report.communicator = comm.describe();
+  report.communicator = ranks.data->describe();
+  report.replicas = ranks.replica_count();
   report.world_size = layout.world_size();
   report.params = static_cast<std::int64_t>(layout.params().size());
   report.buckets = static_cast<std::int64_t>(layout.buckets().size());
@@ -43,7 +45,8 @@ ConstructionReport make_report(const Layout& layout, const Communicator& comm,
   }
   report.bytes = layout.byte_counts(optimizer.grad_dtype);
   report.cut = layout.cut_share();
-  report.average_divisor = optimizer.grad_reduce == GradReduce::kAverage ? layout.world_size() : 1;
+  report.average_divisor = optimizer.grad_reduce == GradReduce::kAverage ? ranks.ranks_of_mean() : 1;
+  report.averages_in_reduction = ranks.averages_in_reduction();
   report.grad_reduce = optimizer.grad_reduce;
   report.layout_digest = layout.digest();
   return report;
@@ -51,8 +54,10 @@ ConstructionReport make_report(const Layout& layout, const Communicator& comm,
 
 std::string ConstructionReport::text() const {
   std::ostringstream out;
-  out << communicator << "; " << params << " params, " << elems << " elements, " << buckets
-      << " buckets, layout digest " << std::hex << layout_digest << std::dec << '\n';
+  out << communicator;
+  if (replicas > 1) out << ", in " << replicas << " replicas";
+  out << "; " << params << " params, " << elems << " elements, " << buckets << " buckets, layout digest "
+      << std::hex << layout_digest << std::dec << '\n';
   out << "memory of this rank: " << mebibytes(bytes.total() + gather_staging_bytes + grad_staging_bytes)
       << " = row planes " << mebibytes(bytes.row_plane) << ", column planes " << mebibytes(bytes.column_plane)
       << ", scales " << mebibytes(bytes.scales) << ", bf16 and fp32 params "

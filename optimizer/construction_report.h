@@ -7,6 +7,7 @@
 
 #include "mxopt/collectives/communicator.h"
 #include "mxopt/optimizer/config.h"
+#include "mxopt/optimizer/parallel_groups.h"
 #include "mxopt/params/layout.h"
 
 namespace mxopt {
@@ -23,7 +24,9 @@ struct ConstructionReport {
   std::string gather;                     // which planes are stored to the peers directly, and why
   std::int64_t grad_staging_bytes = 0;    // grad_reduction exchange only, where the transport does not do it
   CutShare cut;
-  std::int64_t average_divisor = 1;  // the one number gradients are divided by, inside the reduction
+  std::int64_t average_divisor = 1;   // the one number gradients are divided by
+  bool averages_in_reduction = true;  // false: in the update
+  std::int64_t replicas = 1;          // of every shard
   GradReduce grad_reduce = GradReduce::kAverage;
   std::uint64_t layout_digest = 0;
 
@@ -31,7 +34,7 @@ struct ConstructionReport {
   std::string text() const;
 };
 
-ConstructionReport make_report(const Layout& layout, const Communicator& comm,
+ConstructionReport make_report(const Layout& layout, const ParallelGroups& ranks,
                                const OptimizerConfig& optimizer);
 
 }  // namespace mxopt

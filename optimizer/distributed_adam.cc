@@ -12,6 +12,7 @@
 
 #include "mxopt/collectives/host_exchange.h"
 #include "mxopt/optimizer/agreement.h"
+#include "mxopt/optimizer/checkpointer.h"
 #include "mxopt/optimizer/gather_plan.h"
 #include "mxopt/optimizer/grad_sync.h"
 #include "mxopt/optimizer/initial_coverage.h"
@@ -21,11 +22,13 @@
 #include "mxopt/optimizer/plan.h"
 #include "mxopt/optimizer/schedule.h"
 #include "mxopt/optimizer/skip_limit.h"
+#include "mxopt/optimizer/state_access.h"
 #include "mxopt/optimizer/step_kernels.h"
 #include "mxopt/optimizer/step_phases.h"
 #include "mxopt/optimizer/step_reports.h"
 #include "mxopt/optimizer/step_scalars.h"
 #include "mxopt/optimizer/step_tables.h"
+#include "mxopt/optimizer/weight_files.h"
 #include "mxopt/params/storage.h"
 
 namespace mxopt {
@@ -81,15 +84,10 @@ double reported_norm(NormSum sum, std::int64_t nonfinite_runs, double loss_scale
 /// pieces.
 constexpr std::int64_t kMostTableSteps = 1 << 16;
 
-/// Whether the one reduction makes the mean. Where it does not, gradients are sums.
-bool averages_in_reduction(const Config& config, const ParallelGroups& ranks) {
-  return config.optimizer.grad_reduce == GradReduce::kAverage && ranks.replicas == nullptr &&
-         ranks.ranks_of_mean() == ranks.data->size();
-}
-
 GradSyncOptions grad_sync_options(const Config& config, const ParallelGroups& ranks, Device device) {
   GradSyncOptions options;
-  options.op = averages_in_reduction(config, ranks) ? ReduceOp::kAvg : ReduceOp::kSum;
+  const bool is_mean = config.optimizer.grad_reduce == GradReduce::kAverage;
+  options.op = is_mean && ranks.averages_in_reduction() ? ReduceOp::kAvg : ReduceOp::kSum;
   options.replicas = ranks.replicas;
   options.checks = config.optimizer.check_grads;
   // The transports of host memory add in rank order by themselves.
@@ -112,6 +110,11 @@ struct Groundwork {
   PeerWindow window;  // goes first
 };
 
+/// Never empty: that would mean that there is no problem.
+std::string text_of(const std::exception& error) {
+  return *error.what() != '\0' ? error.what() : "failed";
+}
+
 /// Runs `body`, which sends nothing; where it throws on one rank, throws on all.
 template <class Body>
 void agreed(Communicator& comm, const Body& body) {
@@ -121,7 +124,7 @@ void agreed(Communicator& comm, const Body& body) {
     body();
   } catch (const std::exception& error) {
     failure = std::current_exception();
-    problem.text = error.what();
+    problem.text = text_of(error);
   }
   require_agreement(comm, std::span(&problem, 1));
   if (failure) std::rethrow_exception(failure);
@@ -164,7 +167,7 @@ class CapturedStep final : public StepReport::Source {
 
 }  // namespace
 
-class DistributedAdam::Impl final : public StepPhases {
+class DistributedAdam::Impl final : public StepPhases, public StateAccess {
  public:
   Impl(std::unique_ptr<Groundwork> groundwork, const Config& config, const ParallelGroups& ranks,
        Device device, std::shared_ptr<Allocator> allocator)
@@ -190,7 +193,7 @@ class DistributedAdam::Impl final : public StepPhases {
         scalars_(part_count(), table_steps_, initial_state(), device, allocator_, statistics_layout()),
         reports_(device, step_result(),
                  [this](StepRecord& record, const auto& result) { complete_record(record, result); }),
-        report_(make_report(layout(), comm_, config.optimizer)),
+        report_(make_report(layout(), ranks, config.optimizer)),
         last_(device) {
     for (std::size_t i = 0; i < segments_.size(); ++i) {
       segment_of_[index(segments_[i].param)] = static_cast<int>(i);
@@ -219,7 +222,7 @@ class DistributedAdam::Impl final : public StepPhases {
   bool is_memory_in_use() const { return device_.kind != DeviceKind::kHost || param_sync_.peers().count > 0; }
   Device device() const override { return device_; }
   const Config& config() const override { return config_; }
-  std::int64_t ranks() const override { return ranks_.ranks(); }
+  const ParallelGroups& groups() const override { return ranks_; }
   const StepScalars& scalars() const override { return scalars_; }
   std::span<const NormGroup> norms() const override { return plan_.groups.norms; }
   ChainRole chain_role() const override { return chain_role_; }
@@ -231,10 +234,26 @@ class DistributedAdam::Impl final : public StepPhases {
     }
   }
 
-  void copy_state(const StepScalars& from) override {
+  void copy_state(StepPhases& from) override {
     const Stream setup(device_);
-    scalars_.copy_state(from, setup.ref());
+    from.join_all(setup.ref());
+    join_all(setup.ref());
+    scalars_.copy_state(from.scalars(), setup.ref());
     synchronize(device_, setup.ref());
+    steps_taken_ = from.steps_taken();
+    calls_ = from.calls();
+    // The other's count may be one that its next step will be told.
+    is_taken_set_ = are_groups_changed_ = true;
+  }
+
+  void join_all(StreamRef stream) override {
+    last_.join(stream);
+    join_copies(stream);
+  }
+
+  std::int64_t calls() override {
+    reports_.settle();
+    return calls_;
   }
 
   std::int64_t sum_over_ranks(std::int64_t value) override {
@@ -249,9 +268,9 @@ class DistributedAdam::Impl final : public StepPhases {
   }
 
   const Plan& plan() const { return plan_; }
-  const Layout& layout() const { return plan_.layout; }
+  const Layout& layout() const override { return plan_.layout; }
   const ConstructionReport& construction() const { return report_; }
-  std::span<const std::string> groups() const { return group_names_; }
+  std::span<const std::string> group_names() const { return group_names_; }
   std::span<const float> loss_scale() const { return scalars_.loss_factor(); }
 
   std::int64_t steps_taken() override {
@@ -282,12 +301,36 @@ class DistributedAdam::Impl final : public StepPhases {
       const std::int64_t end = std::min(segment->param_begin + segment->elems, flat_begin + values.elems);
       if (begin < end) {
         last_.join(stream);
+        join_copies(stream);
         kernels_->load_master(master_of(*segment) + (begin - segment->param_begin),
                               values.sub(begin - flat_begin, end - begin), stream);
         last_.record(stream);
       }
     }
     coverage_[index(param)].add(flat_begin, flat_begin + values.elems);
+  }
+
+  std::vector<std::string> import_weights(std::span<const std::filesystem::path> files) {
+    std::vector<std::string> left_out;
+    std::vector<WeightPiece> pieces;
+    agreed(comm_, [&] {
+      const WeightFiles weights(files);
+      left_out = weights.require_params(layout());
+      for (const Segment& segment : segments_) {
+        if (segment.elems > 0) pieces.push_back(weights.read(layout().param(segment.param).name, segment));
+      }
+    });
+    const Stream setup(device_);
+    for (const WeightPiece& piece : pieces) {
+      const std::string& name = layout().param(piece.param).name;
+      set_initial(name, piece.begin, std::span<const float>(piece.values), setup.ref());
+    }
+    // Every rank has its own part: the whole has a value.
+    for (std::size_t p = 0; p < coverage_.size(); ++p) {
+      coverage_[p].add(0, layout().param(static_cast<int>(p)).elems());
+    }
+    synchronize(device_, setup.ref());
+    return left_out;
   }
 
   std::int64_t elems_of(std::string_view name) const { return layout().param(layout().find(name)).elems(); }
@@ -297,6 +340,7 @@ class DistributedAdam::Impl final : public StepPhases {
     std::vector<std::uint8_t> status(param_sync_.status().size());
     guarded_step([&] {
       last_.join(stream);
+      join_copies(stream);
       equalize_replicas(stream);
       param_sync_.open_publish(stream);
       const std::span<std::uint8_t> scales = param_sync_.scales_to_clear(SyncScope::kAll);
@@ -340,21 +384,66 @@ class DistributedAdam::Impl final : public StepPhases {
     OwnedSlice slice;
     const Segment* segment = owned_segment(param);
     if (segment == nullptr) return slice;
-    const auto elems = static_cast<std::size_t>(segment->elems);
-    slice.param_begin = segment->param_begin;
-    slice.master = {master_of(*segment), elems};
-    if (layout().param(param).family.frozen) return slice;
-    const std::int64_t offset = segment->bucket_begin - layout().shard_begin(segment->bucket, comm_.rank());
-    slice.exp_avg = {storage_.exp_avg(segment->bucket) + offset, elems};
-    slice.exp_avg_sq = {storage_.exp_avg_sq(segment->bucket) + offset, elems};
+    const StatePiece piece = piece_of(*segment);
+    const auto elems = static_cast<std::size_t>(piece.elems);
+    slice.param_begin = piece.begin;
+    slice.master = {piece.kinds[0], elems};
+    if (piece.kinds[1] == nullptr) return slice;
+    slice.exp_avg = {piece.kinds[1], elems};
+    slice.exp_avg_sq = {piece.kinds[2], elems};
     return slice;
+  }
+
+  std::vector<StatePiece> pieces() const override {
+    std::vector<StatePiece> pieces;
+    for (const Segment& segment : segments_) {
+      if (segment.elems > 0) pieces.push_back(piece_of(segment));
+    }
+    return pieces;
+  }
+
+  const StepState* step_state() const override { return scalars_.memory().state; }
+  std::span<const ParamGroup> param_groups() const override { return plan_.groups.groups; }
+  const ParamGroup& group_of(int param) const override {
+    return plan_.groups.groups[index(plan_.groups.group_of[index(param)])];
+  }
+
+  void join_enqueued(StreamRef stream) override { last_.join(stream); }
+  void hold_changes(std::shared_ptr<const Event> copied) override { copied_ = std::move(copied); }
+
+  void note_restored(const StepState* state, StreamRef stream) override {
+    for (std::size_t p = 0; p < coverage_.size(); ++p) {
+      coverage_[p].add(0, layout().param(static_cast<int>(p)).elems());
+    }
+    if (state != nullptr) {
+      reports_.settle();
+      scalars_.set_state(*state, stream);
+      steps_taken_ = state->taken;
+      calls_ = state->calls;
+      are_groups_changed_ = true;
+      is_taken_set_ = false;
+    }
+    last_.record(stream);
+  }
+
+  void set_param_groups(std::span<const ParamGroup> groups) override {
+    for (const ParamGroup& from : groups) {
+      for (ParamGroup& to : plan_.groups.groups) {
+        if (to.name != from.name) continue;
+        to.lr = from.lr;
+        to.weight_decay = from.weight_decay;
+        to.betas = from.betas;
+        to.eps = from.eps;
+      }
+    }
+    are_groups_changed_ = true;
   }
 
   void begin_backward(bool last_micro_batch) { grad_sync_.begin_backward(last_micro_batch); }
 
   void grad_ready(std::string_view name, StreamRef stream) {
     const int param = layout().find(name);
-    guarded({&comm_}, [&] { grad_sync_.ready(param, stream); });
+    guarded_step([&] { grad_sync_.ready(param, stream); });
   }
 
   void add_tokens(std::int64_t count, std::span<const std::int64_t> counter, StreamRef stream) {
@@ -376,6 +465,7 @@ class DistributedAdam::Impl final : public StepPhases {
     measure(stream);
     const StepPart own = part();
     decide({&own, 1}, stream);
+    compare_options();
     require_agreed();
     update(stream);
     return report(stream);
@@ -395,6 +485,10 @@ class DistributedAdam::Impl final : public StepPhases {
     underway_ = Underway();
     underway_.is_captured = is_capturing(device_, stream);
     if (!underway_.is_captured) return;
+    MXOPT_CHECK(
+        copied_ == nullptr || copied_->passed(),
+        "step: a step is being captured while the state is being copied for a checkpoint; wait for the save "
+        "before the capture begins");
     reports_.settle();
     MXOPT_CHECK(!are_groups_changed_ && !is_taken_set_ && !is_next_step_missing(),
                 "step: a step is being captured while changed hyper-parameters were not sent to the device "
@@ -420,6 +514,7 @@ class DistributedAdam::Impl final : public StepPhases {
       kernels_->open_statistics(scalars_.memory(), options_hash(), stream);
       kernels_->grad_stats(scalars_.memory().statistics, stream);
       reduce_statistics(stream);
+      join_copies(stream);
       underway_.record.ms.statistics = underway_.clock.lap();
     });
   }
@@ -430,11 +525,13 @@ class DistributedAdam::Impl final : public StepPhases {
     guarded_step([&] { kernels_->decide(parts, stream); });
   }
 
+  void compare_options() override {
+    if (do_options_differ()) require_equal_options();
+  }
+
   void require_agreed() override {
-    // A device's outcome is not known yet: its step is not taken, and the report says why.
-    if (!is_host() || !scalars_.memory().outcome->options_differ) return;
-    require_equal_options();
-    throw ContractError(options_differ_text());  // those that differ are in other groups
+    if (do_options_differ())
+      throw ContractError(options_differ_text());  // those that differ are in other groups
   }
 
   void update(StreamRef stream) override {
@@ -552,6 +649,25 @@ class DistributedAdam::Impl final : public StepPhases {
     return storage_.master(segment.bucket) + segment.bucket_begin -
            layout().shard_begin(segment.bucket, comm_.rank());
   }
+
+  /// State that is being copied for a checkpoint is not changed before.
+  void join_copies(StreamRef stream) {
+    if (copied_ == nullptr) return;
+    if (!is_capturing(device_, stream)) copied_->join(stream);  // else it has passed, see require_ready()
+    copied_.reset();
+  }
+
+  StatePiece piece_of(const Segment& segment) const {
+    StatePiece piece = {segment.param, segment.param_begin, segment.elems, {master_of(segment)}};
+    if (layout().param(segment.param).family.frozen) return piece;
+    const std::int64_t offset = segment.bucket_begin - layout().shard_begin(segment.bucket, comm_.rank());
+    piece.kinds[1] = storage_.exp_avg(segment.bucket) + offset;
+    piece.kinds[2] = storage_.exp_avg_sq(segment.bucket) + offset;
+    return piece;
+  }
+
+  /// A device's outcome is not known yet: its step is not taken, and the report says why.
+  bool do_options_differ() const { return is_host() && scalars_.memory().outcome->options_differ; }
 
   template <class Body>
   void guarded_step(const Body& body) {
@@ -696,8 +812,7 @@ class DistributedAdam::Impl final : public StepPhases {
   /// Ranks that the reduced gradients are still to be divided by.
   double grad_divisor() const {
     const bool is_mean = config_.optimizer.grad_reduce == GradReduce::kAverage;
-    return is_mean && !averages_in_reduction(config_, ranks_) ? static_cast<double>(ranks_.ranks_of_mean())
-                                                              : 1;
+    return is_mean && !ranks_.averages_in_reduction() ? static_cast<double>(ranks_.ranks_of_mean()) : 1;
   }
   bool divides_by_tokens() const { return config_.optimizer.grad_reduce == GradReduce::kTokens; }
   int part_count() const { return static_cast<int>(plan_.groups.parts.size()); }
@@ -884,7 +999,8 @@ class DistributedAdam::Impl final : public StepPhases {
   ConstructionReport report_;
   std::array<Work, 2> reduced_elsewhere_;  // of the statistics, over replicas and model-parallel ranks
   Underway underway_;
-  Event last_;  // the end of the newest call that enqueued work
+  std::shared_ptr<const Event> copied_;  // null: nothing is being copied
+  Event last_;                           // the end of the newest call that enqueued work
   bool published_ = false;
   ChainRole chain_role_ = ChainRole::kNone;
   std::int64_t first_table_step_ = 1;
@@ -909,7 +1025,7 @@ DistributedAdam::DistributedAdam(std::vector<ParamSpec> specs, const Config& con
     } catch (const std::exception& error) {
       if (failure) return;
       failure = std::current_exception();
-      problem = error.what();
+      problem = text_of(error);
     }
   };
   attempt([&] {
@@ -942,6 +1058,10 @@ DistributedAdam::~DistributedAdam() {
 }
 
 StepPhases& DistributedAdam::phases() {
+  return *impl_;
+}
+
+StateAccess& DistributedAdam::state() {
   return *impl_;
 }
 
@@ -1021,7 +1141,7 @@ std::span<const float> DistributedAdam::loss_scale() const {
   return impl_->loss_scale();
 }
 std::span<const std::string> DistributedAdam::groups() const {
-  return impl_->groups();
+  return impl_->group_names();
 }
 void DistributedAdam::set_lr(std::string_view group, double value) {
   impl_->set_lr(group, value);
@@ -1035,6 +1155,21 @@ void DistributedAdam::set_betas(double beta1, double beta2) {
 void DistributedAdam::set_betas(std::string_view group, double beta1, double beta2) {
   impl_->set_betas(group, beta1, beta2);
 }
+void DistributedAdam::save(const std::filesystem::path& dir) {
+  CheckpointConfig config = impl_->config().checkpoint;
+  if (!dir.empty()) config.dir = dir.string();
+  config.async = false;
+  Checkpointer(*this, config).save();
+}
+
+void DistributedAdam::load(const std::filesystem::path& dir) {
+  Checkpointer(*this, impl_->config().checkpoint).load(dir);
+}
+
+std::vector<std::string> DistributedAdam::import_weights(std::span<const std::filesystem::path> files) {
+  return impl_->import_weights(files);
+}
+
 std::int64_t DistributedAdam::steps_taken() const {
   return impl_->steps_taken();
 }

@@ -8,6 +8,7 @@
 #pragma once
 
 #include <cstdint>
+#include <filesystem>
 #include <memory>
 #include <span>
 #include <string>
@@ -26,6 +27,7 @@
 
 namespace mxopt {
 
+class StateAccess;
 class StepPhases;
 
 /// The gradient buffer of one param: packed, [shape], fp32 or bf16.
@@ -147,6 +149,19 @@ class DistributedAdam {
   void set_betas(double beta1, double beta2);  // of all groups
   void set_betas(std::string_view group, double beta1, double beta2);
 
+  /// Collective: a checkpoint in `dir`, with the number of taken steps in its name; empty: in checkpoint.dir.
+  /// Throws CheckpointError on every rank. Checkpointer has the trainer's own state, several optimizers and
+  /// saves beside the training.
+  void save(const std::filesystem::path& dir = {});
+  /// Collective: restores the latest checkpoint in `dir`, or the one that it is the folder of, and publishes
+  /// it. Throws DataError on every rank, before anything is changed.
+  void load(const std::filesystem::path& dir = {});
+  /// Collective: initial values of all params from the tensors of their names in safetensors files, F32 or
+  /// BF16; then publish(). Throws DataError on every rank, before anything is changed, listing params that
+  /// are missing, in two files, or of another shape or type. Tensors of other names are left out, and
+  /// returned.
+  std::vector<std::string> import_weights(std::span<const std::filesystem::path> files);
+
   /// Taken steps, as far as reports were made: after replays of a captured step, read last_report() first.
   /// Setting it is for trainers with their own checkpoints; every rank must set the same.
   std::int64_t steps_taken() const;
@@ -154,8 +169,10 @@ class DistributedAdam {
 
  private:
   friend class OptimizerChain;
+  friend class Checkpointer;
   class Impl;
   StepPhases& phases();
+  StateAccess& state();
   void require_unchained(std::string_view call) const;
   std::unique_ptr<Impl> impl_;
 };

@@ -112,9 +112,7 @@ void GradSync::ready(int param, StreamRef stream) {
   const bool is_sending = !works_.empty();
   issue_ready_buckets(stream);
   // Why: some host transports move bytes only while they are called.
-  if (!is_sending || storage_.device().kind != DeviceKind::kHost) return;
-  comm_.health();
-  add_replicas(false);
+  if (is_sending && storage_.device().kind == DeviceKind::kHost) comm_.health();
 }
 
 void GradSync::note_writer(int bucket, StreamRef stream) {
@@ -204,12 +202,11 @@ TypedSpan GradSync::shard(int bucket) const {
 
 void GradSync::add_replicas(bool all) {
   if (options_.replicas == nullptr) return;
-  // On a device the side stream waits for a shard, on the host nobody does before the end.
-  const bool is_host = storage_.device().kind == DeviceKind::kHost;
+  // On a device the side stream waits for a shard. On the host it would be this thread: there all are added
+  // at the end, since the order of messages must not depend on how far a rank's reductions are.
+  if (storage_.device().kind == DeviceKind::kHost && !all) return;
   while (added_.size() < works_.size()) {
-    Work& work = works_[added_.size()];
-    if (is_host && !all && !work.test()) return;
-    work.join(side_stream_.ref());
+    works_[added_.size()].join(side_stream_.ref());
     added_.push_back(add_replicas_to(issued_[added_.size()]));
   }
 }

@@ -23,7 +23,8 @@ struct GradSyncOptions {
   /// Looks for NaN and infinity in every bucket before it is sent.
   bool checks = false;
   /// Has the ranks exchange their pieces and adds them here, in FP32 and in rank order, with one rounding:
-  /// for transports that add in an order or a type of their own. Takes the memory of the largest bucket.
+  /// for transports that add in an order or a type of their own; over replicas once more. Takes the memory of
+  /// the largest bucket.
   bool exchanges = false;
   /// Ranks that own the same shards, whose gradients are added to this one's; borrowed, null: none.
   Communicator* replicas = nullptr;
@@ -83,7 +84,7 @@ class GradSync {
   void check(int bucket, StreamRef stream);
   TypedSpan shard(int bucket) const;
   Work reduce(int bucket, StreamRef stream);
-  /// Issues what the shards that are reduced within this group still need: those that are so by now, or all.
+  /// Issues what shards that are reduced within this group still need. On the host only with `all`.
   void add_replicas(bool all);
   Work add_replicas_to(int bucket);
   GradTables make_tables(const std::shared_ptr<Allocator>& allocator);

@@ -96,9 +96,14 @@ OptimizerChain::OptimizerChain(std::vector<Member> members) : members_(std::move
   for (const Member& member : members_) {
     MXOPT_CHECK(member.optimizer != nullptr, "a chain: member '" << member.name << "' is a null pointer");
   }
-  require_one_decision();
-  require_equal_ranks();
-  for (std::size_t i = 1; i < members_.size(); ++i) phases(i).copy_state(phases(0).scalars());
+  std::string problem;
+  try {
+    require_one_decision();
+  } catch (const ContractError& error) {
+    problem = error.what();
+  }
+  require_equal_ranks(problem);
+  for (std::size_t i = 1; i < members_.size(); ++i) phases(i).copy_state(phases(0));
   for (std::size_t i = 0; i < members_.size(); ++i) {
     phases(i).set_chained(i == 0 ? ChainRole::kFirst : ChainRole::kOther);
   }
@@ -127,6 +132,20 @@ void OptimizerChain::require_one_decision() const {
     MXOPT_CHECK(member.steps_taken() == first.steps_taken(),
                 who << "has taken " << member.steps_taken() << " steps, '" << members_[0].name << "' "
                     << first.steps_taken() << "; call set_steps_taken() before");
+    const ParallelGroups& groups = member.groups();
+    if (member.config().optimizer.grad_reduce == GradReduce::kAverage) {
+      MXOPT_CHECK(groups.ranks_of_mean() == first.groups().ranks_of_mean(),
+                  who << "has means over " << groups.ranks_of_mean() << " ranks, '" << members_[0].name
+                      << "' over " << first.groups().ranks_of_mean()
+                      << "; one loss is the mean over one number of ranks: set averaged_ranks");
+    }
+    if (member.config().optimizer.grad_reduce == GradReduce::kTokens) {
+      MXOPT_CHECK(
+          groups.adding_ranks() <= first.groups().adding_ranks(),
+          who << "adds the gradients of " << groups.adding_ranks() << " ranks, the first member, '"
+              << members_[0].name << "', of " << first.groups().adding_ranks()
+              << ", and its tokens are those of all; the member that adds those of most ranks must be first");
+    }
     for (const NormGroup& norm : member.norms()) {
       MXOPT_CHECK(norm.name.empty() || norms.insert(norm.name).second,
                   who << "has params in norm_group '" << norm.name
@@ -135,8 +154,9 @@ void OptimizerChain::require_one_decision() const {
   }
 }
 
-/// Every rank adds a number of its own to a sum over each member's ranks: equal ranks have equal sums.
-void OptimizerChain::require_equal_ranks() const {
+/// Every rank adds a number of its own to a sum over each member's ranks: equal ranks have equal sums. A
+/// problem of one rank is one of all.
+void OptimizerChain::require_equal_ranks(const std::string& problem) const {
   std::ostringstream self;
   self << host_name() << ' ' << process_id() << ' ' << static_cast<const void*>(this);
   const auto number = static_cast<std::int64_t>(hash64(self.str()));
@@ -144,15 +164,20 @@ void OptimizerChain::require_equal_ranks() const {
   for (std::size_t i = 0; i < members_.size(); ++i) {
     sums.push_back(phases(i).sum_over_ranks(number));
   }
-  // Ranks that see a difference tell those that do not.
+  // Ranks that have a problem or see a difference tell those that do not.
   std::int64_t differences = 0;
   for (const std::int64_t sum : sums) differences += sum != sums[0] ? 1 : 0;
-  std::int64_t all = 0;
-  for (std::size_t i = 0; i < members_.size(); ++i) all += phases(i).sum_over_ranks(differences);
+  std::int64_t all = 0, problems = 0;
+  for (std::size_t i = 0; i < members_.size(); ++i) {
+    all += phases(i).sum_over_ranks(differences);
+    problems += phases(i).sum_over_ranks(problem.empty() ? 0 : 1);
+  }
+  if (!problem.empty()) throw ContractError(problem);
+  if (problems != 0) throw ContractError("a chain: its members can not decide together on another rank");
   if (all == 0) return;
   std::string counts;
   for (std::size_t i = 0; i < members_.size(); ++i) {
-    counts += (i == 0 ? "'" : ", '") + members_[i].name + "' " + std::to_string(phases(i).ranks());
+    counts += (i == 0 ? "'" : ", '") + members_[i].name + "' " + std::to_string(phases(i).groups().ranks());
   }
   throw ContractError("a chain: the members' groups (data x model x replicas) are not the same ranks (" +
                       counts +
@@ -231,11 +256,16 @@ StepReport OptimizerChain::step(StreamRef stream) {
   std::vector<StepPart> parts;
   for_all([&](StepPhases& member) { parts.push_back(member.part()); });
   phases(0).decide(parts, stream);
-  // Every member's groups find out which options differ.
-  for_each_member([&](StepPhases& member) { member.require_agreed(); });
-  for_all([&](StepPhases& member) { member.update(stream); });
+  // Every member's groups compare, and the error is that of those that found a difference.
+  for_each_member([&](StepPhases& member) { member.compare_options(); });
+  phases(0).require_agreed();
+  // Why a member's report before the next one's update: it is complete, and waited for with a deadline, when
+  // the messages of members up to its own are.
   std::vector<StepReport> reports;
-  for_each_member([&](StepPhases& member) { reports.push_back(member.report(stream)); });
+  for_each_member([&](StepPhases& member) {
+    member.update(stream);
+    reports.push_back(member.report(stream));
+  });
   StepReport report = united(std::move(reports));
   const Device device = phases(0).device();
   if (device.kind == DeviceKind::kHost) {

@@ -1,8 +1,10 @@
 // Several optimizers that take their steps together: dense and expert params, say, whose state is sharded
 // over different ranks.
 //
-// One norm over all params, one decision to take or skip, one loss scale, one count of steps. A chain is used
-// by the thread that uses its members, and its calls are collective like theirs.
+// One norm over all params, one decision to take or skip, one loss scale, one count of steps. The norm is the
+// exact sum of all squares where all members' gradients have one divisor: sums, tokens, or means that are all
+// made in the reduction or all in the update; else members' sums are added in FP64. A chain is used by the
+// thread that uses its members, and its calls are collective like theirs.
 #pragma once
 
 #include <cstddef>
@@ -29,10 +31,12 @@ class OptimizerChain {
   /// lives, steps are its own: the members' step(), last_report() and set_steps_taken() throw.
   ///
   /// members  1 to 8, in the same order on every rank, on one device. The first one's tokens count, its lr is
-  ///          that of the reports, and the others' loss scale becomes its loss scale.
+  ///          that of the reports, and the others' loss scale and counters become its own. Over NCCL,
+  ///          members' calls of grad_ready() must come in one order on all ranks, since their messages do not
+  ///          wait for each other.
   /// Throws   ContractError on every rank when members can not decide together: another clip_grad, skip_norm,
-  ///          max_consecutive_skips, loss_scale or grad_reduce, other ranks, other steps taken, a norm_group
-  ///          that two of them have, or a member of another chain.
+  ///          max_consecutive_skips, loss_scale or grad_reduce, other ranks, means over another number of
+  ///          them, other steps taken, a norm_group that two of them have, or a member of another chain.
   explicit OptimizerChain(std::vector<Member> members);
   ~OptimizerChain();
   OptimizerChain(const OptimizerChain&) = delete;
@@ -60,7 +64,7 @@ class OptimizerChain {
  private:
   StepPhases& phases(std::size_t member) const { return members_[member].optimizer->phases(); }
   void require_one_decision() const;
-  void require_equal_ranks() const;
+  void require_equal_ranks(const std::string& problem) const;
   /// Before a step: the report that is `depth` steps old is read, so that what it found is not missed.
   void make_room();
   StepReport united(std::vector<StepReport> reports) const;

@@ -1,7 +1,9 @@
 #include "mxopt/optimizer/parallel_groups.h"
 
+#include <span>
 #include <string>
 
+#include "mxopt/optimizer/agreement.h"
 #include "mxopt/params/check.h"
 
 namespace mxopt {
@@ -11,6 +13,8 @@ ParallelGroups ShardGroups::groups() const {
 }
 
 ShardGroups split_for_sharding(Communicator& all, int shard_ranks) {
+  const LayoutField field = {"shard_ranks", std::to_string(shard_ranks)};
+  require_agreement(all, std::span(&field, 1));
   if (shard_ranks < 1 || all.size() % shard_ranks != 0) {
     throw ConfigError("ranks that share one copy of the state: " + std::to_string(shard_ranks) +
                       "; allowed is a number that divides the " + std::to_string(all.size()) +

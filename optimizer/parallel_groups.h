@@ -39,6 +39,8 @@ struct ParallelGroups {
   std::int64_t ranks() const { return adding_ranks() * model_ranks(); }
   /// What `averaged_ranks` stands for.
   std::int64_t ranks_of_mean() const { return averaged_ranks > 0 ? averaged_ranks : adding_ranks(); }
+  /// Whether the mean of gradients is made by the one reduction there is; else they become sums there.
+  bool averages_in_reduction() const { return replicas == nullptr && ranks_of_mean() == data->size(); }
 };
 
 /// The two communicators of hybrid sharding.
@@ -50,7 +52,8 @@ struct ShardGroups {
 };
 
 /// Collective: groups of `shard_ranks` ranks of `all` that follow each other, as the ranks of one node do.
-/// Throws ConfigError when `shard_ranks` does not divide their number.
+/// Throws ConfigError when `shard_ranks` does not divide their number, ContractError when ranks have
+/// different ones; on every rank.
 ShardGroups split_for_sharding(Communicator& all, int shard_ranks);
 
 }  // namespace mxopt

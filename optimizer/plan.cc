@@ -7,13 +7,11 @@
 #include <optional>
 #include <set>
 #include <span>
-#include <sstream>
 #include <string>
 #include <utility>
 
 #include "mxopt/collectives/host_exchange.h"
 #include "mxopt/optimizer/agreement.h"
-#include "mxopt/optimizer/config_schema.h"
 
 namespace mxopt {
 
@@ -24,10 +22,10 @@ Plan make_plan(std::vector<ParamSpec> specs, const Config& config, const Paralle
   validate(config);
   const Communicator& comm = *ranks.data;
   const ParallelConfig& parallel = config.parallel;
-  if (parallel.world_size != 0 && parallel.world_size != ranks.adding_ranks()) {
+  if (parallel.world_size != 0 && parallel.world_size != ranks.ranks()) {
     throw ConfigError("parallel.world_size is " + std::to_string(parallel.world_size) + ", but the " +
-                      (ranks.replicas == nullptr ? "communicator has " : "communicators have ") +
-                      std::to_string(ranks.adding_ranks()) + " ranks");
+                      (ranks.ranks() == comm.size() ? "communicator has " : "groups have ") +
+                      std::to_string(ranks.ranks()) + " ranks");
   }
   if (ranks.averaged_ranks < 0 ||
       (ranks.averaged_ranks > 0 && config.optimizer.grad_reduce != GradReduce::kAverage)) {
@@ -158,6 +156,10 @@ std::string place_in(const Communicator& comm) {
   return "rank " + std::to_string(comm.rank()) + " of " + std::to_string(comm.size());
 }
 
+std::string replicas_text(const ParallelGroups& ranks) {
+  return ranks.replicas == nullptr ? "none" : place_in(*ranks.replicas);
+}
+
 /// What ranks of one data-parallel group have in common as parts of the model.
 std::string model_parallel_text(const Plan& plan, const ParallelGroups& ranks) {
   if (ranks.model == nullptr) return "none";
@@ -165,16 +167,6 @@ std::string model_parallel_text(const Plan& plan, const ParallelGroups& ranks) {
   for (std::size_t p = 0; p < plan.norm_of.size(); ++p) {
     if (plan.norm_of[p] < 0) text += "counted elsewhere: " + plan.layout.params()[p].name + '\n';
   }
-  return text;
-}
-
-/// The configuration as lines of "key: value", without the origins.
-std::string configuration_text(Config config) {
-  ConfigSchema schema;
-  describe(schema, config);
-  std::istringstream lines(schema.to_yaml());
-  std::string text;
-  for (std::string line; std::getline(lines, line);) text += line.substr(0, line.rfind("  # ")) + '\n';
   return text;
 }
 
@@ -204,7 +196,7 @@ Plan make_agreed_plan(std::vector<ParamSpec> specs, const Config& config, const 
       throw;
     } catch (const std::exception& error) {
       if (failure) return;
-      status[1].text = error.what();
+      status[1].text = *error.what() != '\0' ? error.what() : "failed";
       std::ranges::replace(status[1].text, '\n', ' ');  // ranks that differ are shown one line
       failure = std::current_exception();
     }
@@ -216,7 +208,9 @@ Plan make_agreed_plan(std::vector<ParamSpec> specs, const Config& config, const 
     if (!failure) {
       attempt([&] {
         const LayoutField fields[] = {{"configuration", configuration_text(config)},
-                                      {"data_parallel", place_in(comm)}};
+                                      {"data_parallel", place_in(comm)},
+                                      {"replicas", replicas_text(ranks)},
+                                      {"averaged_ranks", std::to_string(ranks.ranks_of_mean())}};
         require_agreement(*model_parallel, fields);
         unite_groups(*plan, *model_parallel);
         count_duplicates_once(*plan, *model_parallel);
@@ -226,7 +220,7 @@ Plan make_agreed_plan(std::vector<ParamSpec> specs, const Config& config, const 
   require_agreement(comm, status);
   if (failure) std::rethrow_exception(failure);
   std::vector<LayoutField> fields = plan_fields(*plan, config, ranks);
-  fields.push_back({"replicas", ranks.replicas == nullptr ? "none" : place_in(*ranks.replicas)});
+  fields.push_back({"replicas", replicas_text(ranks)});
   require_agreement(comm, fields);
   return std::move(*plan);
 }

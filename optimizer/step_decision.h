@@ -91,7 +91,7 @@ MXOPT_HD double common_norm(const ReducedPart* parts, int count) {
 }
 
 /// One decision over all parts; the first one's sum of squares ends as that of all with its divisor. Its
-/// grad_factor is the first part's, see also part_norm().
+/// grad_factor is the first part's: clip() makes that of another from the norm and its divisor.
 /// max_norm   of the common norm.
 /// skip_norm  the step is skipped when any norm is above it; 0: never.
 MXOPT_HD StepDecision decide(const ReducedPart* parts, int count, double max_norm, double skip_norm) {

@@ -7,6 +7,7 @@
 #include <string>
 
 #include "mxopt/optimizer/config.h"
+#include "mxopt/optimizer/parallel_groups.h"
 #include "mxopt/optimizer/param_groups.h"
 #include "mxopt/optimizer/step_report.h"
 #include "mxopt/optimizer/step_scalars.h"
@@ -23,7 +24,7 @@ class StepPhases {
  public:
   virtual ~StepPhases() = default;
 
-  // The pieces, in order; all but the first two send.
+  // The pieces, in order.
 
   /// Throws ContractError where the step can not begin. Nothing was changed or sent.
   virtual void require_ready(StreamRef stream) = 0;
@@ -34,7 +35,11 @@ class StepPhases {
   virtual StepPart part() const = 0;
   /// One decision, with these parts and this one's kernels.
   virtual void decide(std::span<const StepPart> parts, StreamRef stream) = 0;
-  /// On the host: throws on every rank when ranks were told different things. A device's report says so.
+  // On the host, where ranks were told different things; a device's report says so.
+
+  /// Collective: throws where it were ranks of this one's groups, naming them.
+  virtual void compare_options() = 0;
+  /// Throws on every rank.
   virtual void require_agreed() = 0;
   /// Weights, and their gather.
   virtual void update(StreamRef stream) = 0;
@@ -50,12 +55,15 @@ class StepPhases {
   virtual ChainRole chain_role() const = 0;
   virtual const Config& config() const = 0;
   virtual Device device() const = 0;
-  virtual std::int64_t ranks() const = 0;
+  virtual const ParallelGroups& groups() const = 0;
   virtual std::int64_t steps_taken() = 0;
   virtual void set_steps_taken(std::int64_t steps) = 0;
-  /// The scalars of this one become those of another.
-  virtual void copy_state(const StepScalars& from) = 0;
+  /// Scalars and counters of this one become those of another.
+  virtual void copy_state(StepPhases& from) = 0;
   virtual const StepScalars& scalars() const = 0;
+  /// Later work of `stream` waits for all that was enqueued, and for copies that are being made of the state.
+  virtual void join_all(StreamRef stream) = 0;
+  virtual std::int64_t calls() = 0;
   virtual std::span<const NormGroup> norms() const = 0;
   /// Collective over all ranks: the sum, modulo 2^64.
   virtual std::int64_t sum_over_ranks(std::int64_t value) = 0;

@@ -72,7 +72,8 @@ struct StepRecord {
   /// with optimizer.check_grads. A param that only nonfinite_gradient_params has became so in the reduction.
   std::vector<std::string> local_nonfinite_params;
   // The first rank of the model-parallel group that has a non-finite gradient, and names its params in its
-  // own record; -1: none, or there is no such group.
+  // own record; -1: none, or there is no such group. Of a chain: in the group of the first member that has
+  // one.
   int nonfinite_gradient_rank = -1;
   int launches = 0;  // kernel launches (host: parallel regions) of this rank's step
   PhaseTimes ms;     // this rank's

@@ -13,6 +13,7 @@
 #include "train_gpt/cpu_share.h"
 #include "train_gpt/metrics.h"
 #include "train_gpt/mpi_job.h"
+#include "train_gpt/stop_request.h"
 #include "train_gpt/text_data.h"
 #include "train_gpt/trainer.h"
 #include "train_gpt/trainer_config.h"
@@ -27,9 +28,13 @@ constexpr double kFailureWaitS = 2;
 /// How long it waits before training starts, when no other number is known.
 constexpr double kStartWaitS = 300;
 
+/// As shells say it of a process that SIGTERM ended.
+constexpr int kStoppedBySignal = 128 + 15;
+
 struct Options {
   std::string config_path;
   std::vector<std::string> overrides;
+  std::string resume;
   bool print_config = false;
   bool check_config = false;
 };
@@ -70,6 +75,9 @@ void declare(CLI::App& app, Options& options) {
       ->expected(1)
       ->multi_option_policy(CLI::MultiOptionPolicy::TakeAll);
   app.add_option("overrides", options.overrides, "The same, without --set");
+  app.add_option("--resume", options.resume,
+                 "auto: go on from the latest checkpoint in checkpoint.dir, where there is one; or a "
+                 "checkpoint's folder");
   app.add_flag("--print-config", options.print_config,
                "Print every value with where it comes from, and stop");
   app.add_flag("--check-config", options.check_config, "Check the configuration, and stop");
@@ -81,15 +89,20 @@ void load(const Options& options, Prepared& prepared) {
   validate(prepared.config, prepared.schema);
 }
 
-void prepare(const MpiJob& job, Prepared& prepared) {
+void prepare(const MpiJob& job, const std::string& resume, Prepared& prepared) {
   job.check_launcher();
   const TrainConfig& train = prepared.config.train;
   const auto origin = [&prepared](std::string_view key) { return prepared.schema.origin(key); };
   prepared.device = compute_device(prepared.config.library.parallel, prepared.schema, job.node_rank());
   validate_job(prepared.config, prepared.schema, job.size(), prepared.device.kind);
   prepared.data = std::make_unique<TextData>(prepared.config.data.files, train.seq_len, origin("data.files"));
-  prepared.metrics =
-      std::make_unique<MetricsFile>(job.rank() == 0 ? train.metrics : "", origin("train.metrics"));
+  prepared.metrics = std::make_unique<MetricsFile>(job.rank() == 0 ? train.metrics : "",
+                                                   origin("train.metrics"), !resume.empty());
+  const std::string& dir = prepared.config.library.checkpoint.dir;
+  if (resume == "auto" && dir.empty()) {
+    throw mxopt::ConfigError(
+        "--resume auto: `checkpoint.dir` is empty; it must name the folder of all checkpoints");
+  }
 }
 
 std::string data_text(const TextData& data) {
@@ -111,7 +124,7 @@ int run(MpiJob& job, int argc, char** argv) {
       return;
     }
     load(options, prepared);
-    if (!options.print_config && !options.check_config) prepare(job, prepared);
+    if (!options.print_config && !options.check_config) prepare(job, options.resume, prepared);
   });
   const TrainerConfig& config = prepared.config;
   const double start_wait_s = outcome.failed ? kStartWaitS : config.library.parallel.init_timeout_s;
@@ -127,6 +140,7 @@ int run(MpiJob& job, int argc, char** argv) {
 
   // Declared out here: after an error the trainer must live until the job has ended.
   std::optional<Trainer> trainer;
+  bool is_complete = true;
   outcome = outcome_of([&] {
     const bool on_gpu = prepared.device.kind == mxopt::DeviceKind::kCuda;
     job.require_equal("the kind of device, parallel.device", on_gpu ? "cuda" : "host");
@@ -135,13 +149,15 @@ int run(MpiJob& job, int argc, char** argv) {
     const CpuShare cpus = find_cpu_share(job, config.train.threads);
     if (!cpus.warning.empty()) std::cerr << "train_gpt: warning: " << cpus.warning << std::endl;
     use_device(prepared.device);
-    trainer.emplace(config, prepared.device, *prepared.data, cpus, *prepared.metrics);
-    trainer->run();
+    note_signals();
+    trainer.emplace(config, prepared.schema.to_yaml(), prepared.device, *prepared.data, cpus,
+                    *prepared.metrics);
+    is_complete = trainer->run(options.resume);
   });
   const double wait_s = outcome.failed ? kFailureWaitS : config.library.parallel.timeout_s;
   const int code = job.settle(outcome, wait_s);
   if (code == 1) job.end(code);
-  return code;
+  return code == 0 && !is_complete ? kStoppedBySignal : code;
 }
 
 }  // namespace

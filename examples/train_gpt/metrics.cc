@@ -32,13 +32,13 @@ std::string to_json(const StepMetrics& metrics) {
   return line.dump();
 }
 
-MetricsFile::MetricsFile(const std::string& path, const std::string& origin) : path_(path) {
+MetricsFile::MetricsFile(const std::string& path, const std::string& origin, bool goes_on) : path_(path) {
   if (path.empty()) return;
   const std::filesystem::path folder = std::filesystem::path(path).parent_path();
   std::error_code error;
   if (!folder.empty()) std::filesystem::create_directories(folder, error);
   errno = 0;
-  if (!error) file_.open(path, std::ios::trunc);
+  if (!error) file_.open(path, goes_on ? std::ios::app : std::ios::trunc);
   if (error || !file_) {
     throw mxopt::ConfigError(origin + ": `train.metrics` is \"" + path + "\", which can not be written: " +
                              (error ? error.message() : std::strerror(errno)));

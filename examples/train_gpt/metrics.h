@@ -22,6 +22,7 @@ struct StepMetrics {
   double grad_norm = 0;
   double clip_factor = 1;
   bool taken = false;
+  std::int64_t taken_total = 0;
   double tokens_per_s = 0;    // of all ranks
   std::vector<PhaseTime> ms;  // of rank 0; which phases there are depends on the device
   std::int64_t amax_reductions = 0;
@@ -36,9 +37,9 @@ std::string to_json(const StepMetrics& metrics);
 
 class MetricsFile {
  public:
-  /// Empties the file, and makes its folder; an empty path writes nothing. Throws ConfigError when it can
-  /// not; origin says where the path comes from.
-  MetricsFile(const std::string& path, const std::string& origin);
+  /// Makes the file's folder, and empties the file unless the run goes on from a checkpoint; an empty path
+  /// writes nothing. Throws ConfigError when it can not; origin says where the path comes from.
+  MetricsFile(const std::string& path, const std::string& origin, bool goes_on = false);
 
   /// Writes and flushes one line. Throws DataError when it can not.
   void write(const StepMetrics& metrics);

@@ -2,6 +2,7 @@
 
 #include <array>
 #include <chrono>
+#include <filesystem>
 #include <span>
 #include <sstream>
 #include <string>
@@ -9,9 +10,13 @@
 #include "train_gpt/compute_device.h"
 
 #include "mxopt/collectives/make_communicator.h"
+#include "mxopt/optimizer/checkpoint/checkpoint_folder.h"
 
 namespace train_gpt {
 namespace {
+
+/// Steps of the trainer, skipped ones included, in a checkpoint.
+constexpr const char* kStepKey = "train_gpt.step";
 
 class Stopwatch {
  public:
@@ -45,9 +50,10 @@ mxopt::CommunicatorOptions host_options(const mxopt::ParallelConfig& parallel) {
 
 }  // namespace
 
-Trainer::Trainer(const TrainerConfig& config, mxopt::Device device, const TextData& data,
-                 const CpuShare& cpus, MetricsFile& metrics)
+Trainer::Trainer(const TrainerConfig& config, const std::string& yaml, mxopt::Device device,
+                 const TextData& data, const CpuShare& cpus, MetricsFile& metrics)
     : config_(config),
+      yaml_(yaml),
       device_(device),
       data_(data),
       metrics_(metrics),
@@ -57,6 +63,7 @@ Trainer::Trainer(const TrainerConfig& config, mxopt::Device device, const TextDa
       optimizer_(gpt_params(config.model, config.train.seq_len), config.library, traced_, device),
       model_(config.model, config.train.seq_len, config.library.precision.backward_override, optimizer_,
              device),
+      checkpoints_(optimizer_, config.library.checkpoint),
       timer_(device),
       tokens_per_step_(config.train.global_batch * config.train.seq_len) {
   use_threads(cpus.threads);
@@ -72,20 +79,74 @@ Trainer::Trainer(const TrainerConfig& config, mxopt::Device device, const TextDa
   progress_->note(text.str());
 }
 
-void Trainer::run() {
-  model_.set_initial_values(static_cast<std::uint64_t>(config_.train.seed));
-  optimizer_.publish(tensor_stream(device_));
+bool Trainer::run(const std::string& resume) {
+  const std::int64_t made = begin(resume);
   wait_for_all_params();
-  for (std::int64_t step = 1; step <= config_.train.last_step(); ++step) {
-    const StepMetrics metrics = train_step(step);
-    if (progress_ == nullptr) continue;
-    metrics_.write(metrics);
-    progress_->step(metrics);
+  const std::int64_t every = config_.library.checkpoint.every;
+  std::int64_t step = made;
+  while (step < config_.train.last_step() && !request_.stop) {
+    const StepMetrics metrics = train_step(++step);
+    if (progress_ != nullptr) {
+      metrics_.write(metrics);
+      progress_->step(metrics);
+    }
+    if (request_.save || request_.stop || (every > 0 && metrics.taken && metrics.taken_total % every == 0))
+      save(step);
   }
+  if (!config_.library.checkpoint.dir.empty() && step > made) save(step);
+  checkpoints_.wait();
   wait_for_all_params();
   traced_.barrier();  // with a deadline: a GPU has only been told to wait for the last gather
-  if (progress_ != nullptr)
-    progress_->finish(bf16_gather_bytes(), memory_line(optimizer_.construction().text()));
+  const bool is_complete = step == config_.train.last_step();
+  if (progress_ == nullptr) return is_complete;
+  if (!is_complete) progress_->note("stopped by a signal after step " + std::to_string(step));
+  if (step > made) progress_->finish(bf16_gather_bytes(), memory_line(optimizer_.construction().text()));
+  return is_complete;
+}
+
+std::int64_t Trainer::begin(const std::string& resume) {
+  const std::string& dir = config_.library.checkpoint.dir;
+  bool loads = !resume.empty();
+  if (resume == "auto") {
+    // One rank looks: the others would not see a folder at the same moment.
+    float found =
+        comm_->rank() == 0 && std::filesystem::exists(dir) && !mxopt::list_checkpoints(dir).empty() ? 1 : 0;
+    loss_comm_->broadcast(std::span(&found, 1), 0, mxopt::Traffic::kControl).wait();
+    loads = found > 0;
+  }
+  if (!loads) {
+    model_.set_initial_values(static_cast<std::uint64_t>(config_.train.seed));
+    optimizer_.publish(tensor_stream(device_));
+    return 0;
+  }
+  const mxopt::LoadedRun loaded = checkpoints_.load(resume == "auto" ? dir : resume);
+  const auto made = loaded.run.user.find(kStepKey);
+  if (made == loaded.run.user.end()) {
+    throw mxopt::DataError(loaded.folder.string() + " is no checkpoint of train_gpt: it has no '" + kStepKey +
+                           "'");
+  }
+  saved_step_ = std::stoll(made->second);
+  if (progress_ != nullptr) {
+    std::string text = "going on from " + loaded.folder.string() + " after step " + made->second;
+    for (const std::string& line : loaded.warnings) text += "\nwarning: " + line;
+    for (const std::string& line : loaded.differences) text += "\nsaved with " + line;
+    progress_->note(text);
+  }
+  return saved_step_;
+}
+
+void Trainer::save(std::int64_t step) {
+  if (saved_step_ == step || config_.library.checkpoint.dir.empty()) return;
+  saved_step_ = step;
+  mxopt::RunState run;
+  // The data order is a function of the seed and this number.
+  run.user[kStepKey] = std::to_string(step);
+  run.config = yaml_;
+  const mxopt::SavedRun saved = checkpoints_.save(run);
+  if (progress_ == nullptr) return;
+  std::string text = (checkpoints_.is_saving() ? "saving " : "saved ") + saved.folder.string();
+  for (const std::string& line : saved.warnings) text += "\nwarning: " + line;
+  progress_->note(text);
 }
 
 StepMetrics Trainer::train_step(std::int64_t step) {
@@ -101,10 +162,11 @@ StepMetrics Trainer::train_step(std::int64_t step) {
   StepMetrics metrics;
   metrics.step = step;
   metrics.lr = report->lr;
-  metrics.loss = mean_over_ranks(model_.take_loss());
+  metrics.loss = share_over_ranks(model_.take_loss());
   metrics.grad_norm = report->grad_norm;
   metrics.clip_factor = report->clip_factor;
   metrics.taken = report->taken;
+  metrics.taken_total = report->step;
   metrics.skipped_total = report->skipped_total;
   metrics.amax_reductions = traced_.counts(mxopt::Traffic::kScales).operations;
   metrics.gathered_bytes = traced_.counts(mxopt::Traffic::kPlanes).bytes;
@@ -157,10 +219,12 @@ Trainer::PlaneWaits Trainer::compute_gradients(std::int64_t step) {
   return waits;
 }
 
-double Trainer::mean_over_ranks(double value) {
-  std::array<float, 1> sum = {static_cast<float>(value)};
-  loss_comm_->all_reduce(std::span<float>(sum), mxopt::ReduceOp::kSum, mxopt::Traffic::kStatistics).wait();
-  return static_cast<double>(sum[0]) / loss_comm_->size();
+double Trainer::share_over_ranks(double loss) {
+  const StopRequest own = take_stop_request();
+  std::array<float, 3> sums = {static_cast<float>(loss), own.save ? 1.0f : 0.0f, own.stop ? 1.0f : 0.0f};
+  loss_comm_->all_reduce(std::span<float>(sums), mxopt::ReduceOp::kSum, mxopt::Traffic::kStatistics).wait();
+  request_ = {sums[1] > 0, sums[2] > 0};
+  return static_cast<double>(sums[0]) / loss_comm_->size();
 }
 
 void Trainer::wait_for_all_params() {

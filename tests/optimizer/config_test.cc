@@ -342,6 +342,13 @@ TEST_F(ConfigFile, EveryKeyRefusesABadValue) {
       {"parallel.gather_format", "fp32"},
       {"parallel.grad_reduction", "auto"},
       {"parallel.world_size", "-1"},
+      {"checkpoint.dir", "[a]"},
+      {"checkpoint.every", "-1"},
+      {"checkpoint.keep_last", "1.5"},
+      {"checkpoint.async", "1"},
+      {"checkpoint.verify", "crc"},
+      {"checkpoint.hyper_parameters", "both"},
+      {"checkpoint.timeout_s", "0"},
   };
   for (const std::string& key : all_keys()) {
     const auto bad = bad_values.find(key);

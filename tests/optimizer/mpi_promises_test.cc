@@ -74,6 +74,20 @@ TEST(MpiPromises, EqualReducedGradientsGiveTheBitsOfOneProcess) {
   }
 }
 
+TEST(MpiPromises, HybridShardingGivesTheBitsOfOneProcess) {
+  const auto comm = MpiCommunicator::dup(MPI_COMM_WORLD, kTimeoutS);
+  if (comm->size() == 3) GTEST_SKIP() << "means over 3 ranks are not exact";
+  Scenario scenario;
+  scenario.config = test::norms_config();
+  SelfCommunicator self;
+  const Facts expected = run_scenario(self, scenario);
+  scenario.config.optimizer.bucket_elems = 1000;
+  for (const int shard_ranks : {1, 2}) {
+    scenario.shard_ranks = shard_ranks;
+    EXPECT_TRUE(same_facts(expected, run_scenario(*comm, scenario)));
+  }
+}
+
 TEST(MpiPromises, GatheredBytesAreASingleProcessQuantisationOfTheWholeMasters) {
   for (const GatherFormat format : {GatherFormat::kQuantized, GatherFormat::kBf16}) {
     const auto comm = MpiCommunicator::dup(MPI_COMM_WORLD, kTimeoutS);

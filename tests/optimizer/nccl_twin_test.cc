@@ -93,6 +93,23 @@ TEST_F(NcclTwin, TwentyStepsGiveTheFactsOfOneRankOnTheHost) {
   }
 }
 
+TEST_F(NcclTwin, HybridShardingGivesTheFactsOfOneRankOnTheHost) {
+  const auto nccl = all_ranks(*host_, device_);
+  test::Scenario scenario;
+  scenario.config = test::norms_config();
+  SelfCommunicator self;
+  const test::Facts expected = test::run_scenario(self, scenario);
+  scenario.config.optimizer.bucket_elems = 3000;
+  for (const GradReduction reduction : {GradReduction::kNative, GradReduction::kExchange}) {
+    scenario.config.parallel.grad_reduction = reduction;
+    for (const int shard_ranks : {1, 2}) {
+      SCOPED_TRACE(shard_ranks);
+      scenario.shard_ranks = shard_ranks;
+      EXPECT_TRUE(test::same_facts(expected, test::run_scenario(*host_, scenario, {}, device_, nccl.get())));
+    }
+  }
+}
+
 TEST_F(NcclTwin, ExchangedGradientsGiveTheBitsOfTheHostTransports) {
   const auto nccl = all_ranks(*host_, device_);
   for (const DType dtype : {DType::kFp32, DType::kBf16}) {

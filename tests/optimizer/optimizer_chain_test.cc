@@ -9,6 +9,7 @@
 #include <limits>
 #include <map>
 #include <memory>
+#include <mutex>
 #include <optional>
 #include <span>
 #include <string>
@@ -192,6 +193,8 @@ TEST_P(Chain, HasTheBitsOfOneOptimizerWithAllParams) {
   for (const Job job : {Job{1, 1}, Job{2, 2}, Job{4, 2}, Job{6, 3}, Job{6, 2}, Job{3, 1}}) {
     SCOPED_TRACE(std::to_string(job.ranks) + " ranks, " + std::to_string(job.parts) + " parts");
     const FactMap whole = whole_model(job, chain_config());
+    FactMap seen;
+    std::mutex mutex;
     run_job(job, device(), [&](const ChainRank& rank) {
       const std::vector<ParamSpec> specs = expert_specs(rank.part);
       DistributedAdam dense(dense_specs(), dense_config(chain_config()), rank.dense, device());
@@ -226,7 +229,10 @@ TEST_P(Chain, HasTheBitsOfOneOptimizerWithAllParams) {
       }
       EXPECT_EQ(taken, job.parts > 1 ? kSteps - 3 : kSteps - 2);
       expect_part(whole, part);
+      const std::lock_guard lock(mutex);
+      for (const auto& [label, bits] : part) seen[label] = bits;
     });
+    EXPECT_EQ(seen.size(), whole.size()) << "something of the whole model is on no rank";
   }
 }
 
@@ -400,6 +406,78 @@ TEST_P(Chain, MembersAreNamedOnceAndChainedOnce) {
   EXPECT_EQ(b.step()->step, 9) << "the chain is gone";
 }
 
+TEST_P(Chain, NeedsOneNumberOfRanksForAllMeans) {
+  run_job({4, 2}, device(), [&](const ChainRank& rank) {
+    Config config = chain_config();
+    config.optimizer.grad_reduce = GradReduce::kAverage;
+    const std::vector<ParamSpec> specs = expert_specs(rank.part);
+    DistributedAdam dense(dense_specs(), config, rank.dense, device());
+    DistributedAdam experts(specs, config, rank.experts, device());
+    EXPECT_TRUE(contains(thrown_message<ContractError>([&] {
+                           OptimizerChain({{"dense", &dense}, {"experts", &experts}});
+                         }),
+                         "'experts' has means over 2 ranks, 'dense' over 4"));
+  });
+}
+
+TEST_P(Chain, OfTokensBeginsWithTheMemberThatAddsMostRanks) {
+  run_job({4, 2}, device(), [&](const ChainRank& rank) {
+    Config config = chain_config();
+    config.optimizer.grad_reduce = GradReduce::kTokens;
+    const std::vector<ParamSpec> specs = expert_specs(rank.part);
+    DistributedAdam dense(dense_specs(), config, rank.dense, device());
+    DistributedAdam experts(specs, config, rank.experts, device());
+    EXPECT_TRUE(contains(thrown_message<ContractError>([&] {
+                           OptimizerChain({{"experts", &experts}, {"dense", &dense}});
+                         }),
+                         "must be first"));
+  });
+}
+
+TEST_P(Chain, AProblemOfOneRankIsAnErrorOnAll) {
+  run_job({4, 2}, device(), [&](const ChainRank& rank) {
+    const std::vector<ParamSpec> specs = expert_specs(rank.part);
+    DistributedAdam dense(dense_specs(), chain_config(), rank.dense, device());
+    DistributedAdam experts(specs, chain_config(), rank.experts, device());
+    if (rank.all.rank() == 2) experts.set_steps_taken(5);
+    EXPECT_TRUE(contains(thrown_message<ContractError>([&] {
+                           OptimizerChain({{"dense", &dense}, {"experts", &experts}});
+                         }),
+                         rank.all.rank() == 2 ? "'experts' has taken 5 steps" : "on another rank"));
+  });
+}
+
+TEST_P(Chain, GivesMembersTheCountersOfTheFirst) {
+  SelfCommunicator self(device());
+  Config config = chain_config();
+  config.schedule.kind = ScheduleKind::kLinear;
+  config.schedule.decay_steps = 100;
+  const std::vector<ParamSpec> specs = {spec("w", {300}, ParamFormat::kFp32)};
+  DistributedAdam first(specs, config, self, device()), other(specs, config, self, device());
+  for (DistributedAdam* opt : {&first, &other}) {
+    test::set_all_initial(*opt, specs);
+    opt->publish();
+  }
+  // The other has skipped a step, so that it has more calls and another loss scale.
+  for (int step = 0; step < 3; ++step) {
+    const HostView grad(device(), {}, other.grad("w").data);
+    test::write_values(grad.span(),
+                       std::vector<float>(300, step == 1 ? std::numeric_limits<float>::infinity() : 1.0f));
+    grad.store();
+    static_cast<void>(*other.step());
+  }
+  first.set_steps_taken(2);  // its device has not been told yet
+  OptimizerChain chain({{"first", &first}, {"other", &other}});
+  for (int step = 3; step < 7; ++step) {
+    const StepReport report = chain.step();
+    EXPECT_TRUE(report->taken);
+    EXPECT_EQ(report->step, step);
+    EXPECT_EQ(report->calls, step - 2);
+    EXPECT_EQ(other.steps_taken(), step);
+    EXPECT_EQ(report->loss_scale, step < 6 ? 4096 : 8192);
+  }
+}
+
 TEST_P(Chain, OfMembersOnOtherRanksIsRefusedOnEveryRank) {
   run_job({4, 2}, device(), [&](const ChainRank& rank) {
     const std::vector<ParamSpec> specs = expert_specs(rank.part);
@@ -422,9 +500,13 @@ TEST_P(Chain, RanksThatWereToldDifferentThingsAreFoundInWhicheverMember) {
     OptimizerChain chain({{"dense", &dense}, {"experts", &experts}});
     chain.publish(rank.place.stream);
     if (rank.all.rank() == 3) experts.set_lr("*", 0.5);
-    EXPECT_TRUE(
-        contains(thrown_message<ContractError>([&] { static_cast<void>(*chain.step(rank.place.stream)); }),
-                 "hyper-parameters"));
+    const std::string message =
+        thrown_message<ContractError>([&] { static_cast<void>(*chain.step(rank.place.stream)); });
+    EXPECT_TRUE(contains(message, "hyper-parameters"));
+    // On the host the ranks that share the member compare what they were told.
+    if (device().kind == DeviceKind::kHost && rank.part == 1) {
+      EXPECT_TRUE(contains(message, "0x1p-1"));
+    }
     EXPECT_EQ(chain.steps_taken(), 0);
   });
 }

@@ -2,6 +2,7 @@
 // test::Facts: those of one rank, given equal reduced gradients.
 #include "mxopt/optimizer/parallel_groups.h"
 
+#include <chrono>
 #include <cmath>
 #include <cstdint>
 #include <functional>
@@ -9,6 +10,7 @@
 #include <memory>
 #include <span>
 #include <string>
+#include <thread>
 #include <vector>
 
 #include <gtest/gtest.h>
@@ -49,6 +51,9 @@ TEST(ParallelGroups, CountRanks) {
     EXPECT_EQ(ranks.ranks(), 6);
     EXPECT_EQ(ranks.ranks_of_mean(), 6);
     EXPECT_EQ(split_for_sharding(all, 6).replicas, nullptr);
+    EXPECT_TRUE(
+        contains(thrown_message<ContractError>([&] { split_for_sharding(all, all.rank() == 4 ? 3 : 2); }),
+                 "shard_ranks"));
     for (const int bad : {0, 4, 7, -2}) {
       EXPECT_TRUE(contains(thrown_message<ConfigError>([&] { split_for_sharding(all, bad); }),
                            std::to_string(bad) + "; allowed is a number that divides the 6 ranks"));
@@ -167,6 +172,59 @@ TEST(HybridSharding, MeansAreDividedOnceByAllRanks) {
     const StepReport report = opt.step();
     EXPECT_DOUBLE_EQ(report->grad_norm, 2.5 * std::sqrt(300.0));
     EXPECT_DOUBLE_EQ(report->param_norms[0].grad_norm, 2.5 * std::sqrt(300.0));
+    const std::string text = opt.construction().text();
+    EXPECT_TRUE(contains(text, "in 2 replicas"));
+    EXPECT_TRUE(contains(text, "divided by 6 in the update"));
+  });
+}
+
+TEST(HybridSharding, OrderOfReplicaMessagesDoesNotDependOnWhoIsLate) {
+  // publish() between grad_ready() and step(): had one rank added its shard by then and another not, they
+  // would meet in different calls.
+  const std::vector<ParamSpec> specs = {spec("w", {640}, ParamFormat::kFp32)};
+  run_ranks(4, [&](Communicator& all) {
+    const ShardGroups groups = split_for_sharding(all, 2);
+    DistributedAdam opt(specs, Config(), groups.groups());
+    test::set_all_initial(opt, specs);
+    opt.publish();
+    for (int step = 0; step < 5; ++step) {
+      opt.begin_backward();
+      if (all.rank() == step % 4) std::this_thread::sleep_for(std::chrono::milliseconds(20));
+      opt.grad_ready("w");
+      opt.publish();
+      EXPECT_TRUE(opt.step()->taken);
+    }
+  });
+}
+
+TEST(HybridSharding, ModelPartsAndReplicasTogether) {
+  // 8 ranks: 2 parts of the model, shards of 2, 2 replicas.
+  run_ranks(8, [](Communicator& all) {
+    const int part = all.rank() % 2;
+    const auto of_part = all.split(part, all.rank());
+    const ShardGroups shards = split_for_sharding(*of_part, 2);
+    const auto model = all.split(all.rank() / 2, all.rank());
+    ParallelGroups groups = shards.groups();
+    groups.model = model.get();
+    const std::vector<ParamSpec> specs = {spec("w" + std::to_string(part), {400}, ParamFormat::kFp32)};
+    Config config;
+    config.optimizer.grad_reduce = GradReduce::kTokens;
+    config.optimizer.clip_grad = 0;
+    DistributedAdam opt(specs, config, groups);
+    test::set_all_initial(opt, specs);
+    opt.publish();
+    for (int step = 0; step < 3; ++step) {
+      opt.add_tokens(3);  // of four ranks; the other part sees the same
+      for (float& value : opt.grad(specs[0].name).data.as<float>()) value = 3;
+      if (step == 1 && all.rank() == 5) opt.grad(specs[0].name).data.as<float>()[399] = std::nanf("");
+      const StepReport report = opt.step();
+      EXPECT_EQ(report->tokens, 12);
+      EXPECT_EQ(report->taken, step != 1);
+      EXPECT_EQ(report->nonfinite_gradient_rank, step == 1 ? 1 : -1);
+      if (step != 1) {
+        EXPECT_DOUBLE_EQ(report->grad_norm, std::sqrt(800.0));
+      }
+    }
   });
 }
 

@@ -526,8 +526,12 @@ inline Facts run_scenario(Communicator& comm, const Scenario& scenario,
   DeviceOverHost staged(*groups.data, device);
   std::optional<DeviceOverHost> staged_replicas;
   SelfCommunicator alone(device);
-  if (device.kind != DeviceKind::kHost) {
-    groups.data = over != nullptr ? over : comm.size() == 1 ? static_cast<Communicator*>(&alone) : &staged;
+  ShardGroups shards_over;
+  if (device.kind != DeviceKind::kHost && over != nullptr) {
+    if (scenario.shard_ranks > 0) shards_over = split_for_sharding(*over, scenario.shard_ranks);
+    groups = scenario.shard_ranks > 0 ? shards_over.groups() : ParallelGroups(*over);
+  } else if (device.kind != DeviceKind::kHost) {
+    groups.data = comm.size() == 1 ? static_cast<Communicator*>(&alone) : &staged;
     if (groups.replicas != nullptr) groups.replicas = &staged_replicas.emplace(*groups.replicas, device);
   }
   DistributedAdam opt(scenario.specs, scenario.config, groups, device);
