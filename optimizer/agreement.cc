@@ -84,4 +84,20 @@ void require_agreement(Communicator& comm, std::span<const LayoutField> fields) 
   if (!report.str().empty()) throw ContractError("ranks disagree:" + report.str());
 }
 
+void require_agreement(std::span<Communicator* const> compare, std::span<Communicator* const> tell,
+                       std::span<const LayoutField> fields) {
+  std::string problem;
+  for (Communicator* comm : compare) {
+    try {
+      require_agreement(*comm, fields);
+    } catch (const ContractError& error) {
+      if (problem.empty()) problem = error.what();
+    }
+  }
+  std::string of_any = problem;
+  for (Communicator* comm : tell) of_any = first_problem(*comm, of_any);
+  if (!problem.empty()) throw ContractError(problem);
+  if (!of_any.empty()) throw ContractError(of_any);
+}
+
 }  // namespace mxopt

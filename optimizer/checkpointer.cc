@@ -26,7 +26,7 @@ struct Checkpointer::Member {
   DistributedAdam& optimizer;
   StateAccess& state;
   std::string section;
-  std::unique_ptr<StateSnapshot> snapshot = nullptr;  // kept for the next save where saves are asynchronous
+  std::unique_ptr<StateSnapshot> snapshot = nullptr;  // with its memory, for the next save
 };
 
 class Checkpointer::Flight {
@@ -37,15 +37,6 @@ class Checkpointer::Flight {
 namespace {
 
 constexpr StateKind kKinds[] = {StateKind::kMaster, StateKind::kExpAvg, StateKind::kExpAvgSq};
-
-/// The communicators around an optimizer.
-std::vector<Communicator*> comms_of(const ParallelGroups& groups) {
-  std::vector<Communicator*> comms;
-  for (Communicator* comm : {groups.data, groups.model, groups.replicas}) {
-    if (comm != nullptr) comms.push_back(comm);
-  }
-  return comms;
-}
 
 /// This rank's number among all ranks of the groups.
 int number_of(const ParallelGroups& groups) {
@@ -91,7 +82,8 @@ ParamGroup group_of(const GroupScalars& saved) {
 }
 
 /// What of the groups' hyper-parameters is another than it was.
-void add_group_differences(const CheckpointSection& saved, std::span<const ParamGroup> groups,
+/// is_saved  the saved values are used, not the configured ones.
+void add_group_differences(const CheckpointSection& saved, std::span<const ParamGroup> groups, bool is_saved,
                            std::vector<std::string>& lines) {
   for (const ParamGroup& now : groups) {
     const std::string name = "group '" + now.name + "'";
@@ -103,7 +95,8 @@ void add_group_differences(const CheckpointSection& saved, std::span<const Param
     const auto compare = [&](const char* what, double before, double value) {
       if (before == value) return;
       std::ostringstream line;
-      line << name << ' ' << what << ": " << before << ", now " << value;
+      line << name << ' ' << what << ": " << before
+           << (is_saved ? " is used, as it was saved; configured is " : ", now ") << value;
       lines.push_back(line.str());
     };
     compare("lr", at->lr, now.lr.peak);
@@ -121,6 +114,12 @@ void add_group_differences(const CheckpointSection& saved, std::span<const Param
   }
 }
 
+/// A section's name without the part of the model.
+std::string base_name(const std::string& section) {
+  const std::size_t at = section.find("model-");
+  return at == std::string::npos ? section : section.substr(0, at == 0 ? 0 : at - 1);
+}
+
 /// What a save may not have is told before anything is sent: all ranks have the same configuration.
 void require_dir(const CheckpointConfig& config) {
   MXOPT_CHECK(!config.dir.empty(),
@@ -131,7 +130,7 @@ void require_dir(const CheckpointConfig& config) {
 
 /// What was read and not applied yet.
 struct Checkpointer::Staged {
-  std::vector<std::vector<float>> values;  // for each member, piece and kind, in order
+  std::vector<std::unique_ptr<float[]>> values;  // for each member, piece and kind, in order
   std::vector<const CheckpointSection*> sections;
 };
 
@@ -152,44 +151,35 @@ Checkpointer::Checkpointer(std::vector<OptimizerChain::Member> members, Checkpoi
     }
     members_.push_back(std::make_unique<Member>(Member{*member.optimizer, state, section}));
   }
+  // Pinning memory takes longer than a save: not in the middle of the training.
+  if (config_.async) agreed<CheckpointError>([&] { make_snapshots(); });
 }
 
 Checkpointer::~Checkpointer() = default;
 
-/// Runs `body`, which sends nothing. Where it throws on one rank, throws on all: there its own error, on the
-/// others an Error with the reason.
 template <class Error, class Body>
 void Checkpointer::agreed(const Body& body) const {
-  std::exception_ptr failure;
-  std::string problem;
-  try {
-    body();
-  } catch (const std::exception& error) {
-    failure = std::current_exception();
-    problem = error.what();
-    if (problem.empty()) problem = "failed";
-  }
-  for (Communicator* comm : comms_of(first().state.groups())) problem = first_problem(*comm, problem);
-  if (failure) std::rethrow_exception(failure);
-  if (!problem.empty()) throw Error(problem);
+  agreed_over<Error>(first().state.groups().comms(), body);
 }
 
-SavedRun Checkpointer::save(const RunState& run) {
+void Checkpointer::make_snapshots() {
+  for (const auto& member : members_) {
+    if (member->snapshot != nullptr) continue;
+    member->snapshot = std::make_unique<StateSnapshot>(member->state, member->section, config_.async);
+  }
+}
+
+SavedRun Checkpointer::save(const RunState& run, StreamRef stream) {
   wait();
   require_dir(config_);
-  agreed<CheckpointError>([&] {
-    for (const auto& member : members_) {
-      if (member->snapshot == nullptr) {
-        member->snapshot = std::make_unique<StateSnapshot>(member->state, member->section, config_.async);
-      }
-      member->snapshot->take();
-    }
-  });
-  const ParallelGroups& groups = first().state.groups();
+  agreed<CheckpointError>([&] { make_snapshots(); });
+  // Before the copies: messages of the host would wait for them on a device.
   CheckpointJob job;
+  job.attempt = new_attempt(first().state);
+  for (const auto& member : members_) member->snapshot->take(stream);
+  const ParallelGroups& groups = first().state.groups();
   job.dir = config_.dir;
   job.step = first().snapshot->steps_taken();
-  job.attempt = new_attempt(first().state);
   job.writer = number_of(groups);
   job.writers = static_cast<int>(groups.ranks());
   job.timeout_s = config_.timeout_s;
@@ -211,15 +201,15 @@ SavedRun Checkpointer::save(const RunState& run) {
     flight_->save.start(job, contents);
     return {job.dir / step_folder_name(job.step), {}};
   }
-  SavedCheckpoint saved = write_checkpoint(job, contents());
-  // Pinned memory for all of the state is not kept where training does not go on beside the save.
-  for (const auto& member : members_) member->snapshot.reset();
+  SavedCheckpoint saved;
+  agreed<CheckpointError>([&] { saved = write_checkpoint(job, contents); });
   return {saved.folder, saved.warnings};
 }
 
 SavedRun Checkpointer::wait() {
   if (!flight_->save.active()) return {};
-  SavedCheckpoint saved = flight_->save.wait();
+  SavedCheckpoint saved;
+  agreed<CheckpointError>([&] { saved = flight_->save.wait(); });
   return {saved.folder, saved.warnings};
 }
 
@@ -227,28 +217,30 @@ bool Checkpointer::is_saving() const {
   return !flight_->save.done();
 }
 
-LoadedRun Checkpointer::load(const std::filesystem::path& path) {
-  return restore(path, true);
+LoadedRun Checkpointer::load(const std::filesystem::path& path, StreamRef stream, const std::string& config) {
+  return restore(path, true, stream, config);
 }
 
-LoadedRun Checkpointer::load_weights(const std::filesystem::path& path) {
-  LoadedRun loaded = restore(path, false);
+LoadedRun Checkpointer::load_weights(const std::filesystem::path& path, StreamRef stream) {
+  LoadedRun loaded = restore(path, false, stream, "");
   loaded.run = {};
   return loaded;
 }
 
-LoadedRun Checkpointer::restore(const std::filesystem::path& path, bool is_whole) {
+LoadedRun Checkpointer::restore(const std::filesystem::path& path, bool is_whole, StreamRef stream,
+                                const std::string& config) {
   wait();
   const ParallelGroups& groups = first().state.groups();
   std::optional<CheckpointReader> reader;
   agreed<DataError>([&] {
     MXOPT_CHECK(!path.empty() || !config_.dir.empty(), "load: no path, and checkpoint.dir is empty");
+    for (const auto& member : members_) member->state.require_between_steps();
     reader.emplace(path.empty() ? std::filesystem::path(config_.dir) : path, config_.verify,
                    VerifyShare{number_of(groups), static_cast<int>(groups.ranks())});
   });
   const LayoutField chosen = {"checkpoint",
                               reader->folder().filename().string() + ", save " + reader->manifest().attempt};
-  for (Communicator* comm : comms_of(groups)) require_agreement(*comm, std::span(&chosen, 1));
+  require_agreement(groups.comms(), groups.comms(), std::span(&chosen, 1));
 
   Staged staged;
   agreed<DataError>([&] { stage(*reader, is_whole, staged); });
@@ -258,42 +250,58 @@ LoadedRun Checkpointer::restore(const std::filesystem::path& path, bool is_whole
   loaded.step = reader->step();
   loaded.run = {reader->user(), reader->config()};
   loaded.warnings = reader->warnings();
-  if (is_whole)
-    loaded.differences = config_differences(reader->config(), configuration_text(first().state.config()));
+  if (is_whole) {
+    loaded.differences = config_differences(
+        reader->config(), config.empty() ? configuration_text(first().state.config()) : config);
+  }
+  Event here(first().state.device());
+  here.record(stream);
   auto values = staged.values.begin();
   for (std::size_t m = 0; m < members_.size(); ++m) {
     StateAccess& state = members_[m]->state;
-    const Stream stream(state.device());
-    state.join_enqueued(stream.ref());
+    const Stream own(state.device());
+    here.join(own.ref());
+    state.join_enqueued(own.ref());
     for (const StatePiece& piece : state.pieces()) {
       for (std::size_t k = 0; k < (is_whole ? piece.kinds.size() : 1); ++k) {
         if (piece.kinds[k] == nullptr) continue;
-        copy_bytes(piece.kinds[k], values->data(), piece.elems * static_cast<std::int64_t>(sizeof(float)),
-                   state.device(), stream.ref());
+        copy_bytes(piece.kinds[k], values->get(), piece.elems * static_cast<std::int64_t>(sizeof(float)),
+                   state.device(), own.ref());
         ++values;
       }
     }
-    const ScalarState& scalars = staged.sections[m]->scalars;
-    const StepState step = step_state_of(scalars, state.config().optimizer.loss_scale);
-    if (is_whole) {
-      add_group_differences(*staged.sections[m], state.param_groups(), loaded.differences);
-      if (config_.hyper_parameters == HyperParameters::kSaved) {
-        std::vector<ParamGroup> saved_groups;
-        for (const GroupScalars& group : scalars.groups) saved_groups.push_back(group_of(group));
-        state.set_param_groups(saved_groups);
-      }
-    }
-    state.note_restored(is_whole ? &step : nullptr, stream.ref());
-    synchronize(state.device(), stream.ref());
-    members_[m]->optimizer.publish(stream.ref());
-    require_equal_weights(members_[m]->optimizer, state.groups(), stream.ref());
+    if (is_whole) restore_groups(*staged.sections[m], state, loaded.differences);
+    const StepState step = step_state_of(staged.sections[m]->scalars, state.config().optimizer.loss_scale);
+    state.note_restored(is_whole ? &step : nullptr, own.ref());
+    synchronize(state.device(), own.ref());
+    members_[m]->optimizer.publish(own.ref());
+    require_equal_weights(members_[m]->optimizer, state.groups(), own.ref());
+    synchronize(state.device(), own.ref());
   }
   return loaded;
+}
+
+/// Tells what differs, and gives the groups what they were saved with where that is wanted.
+void Checkpointer::restore_groups(const CheckpointSection& section, StateAccess& state,
+                                  std::vector<std::string>& differences) const {
+  const bool is_saved = config_.hyper_parameters == HyperParameters::kSaved;
+  add_group_differences(section, state.param_groups(), is_saved, differences);
+  if (!is_saved) return;
+  std::vector<ParamGroup> saved;
+  for (const GroupScalars& group : section.scalars.groups) saved.push_back(group_of(group));
+  state.set_param_groups(saved);
 }
 
 /// Reads all that this rank owns; everything that can be wrong is found here.
 void Checkpointer::stage(CheckpointReader& reader, bool is_whole, Staged& staged) const {
   std::string problems;
+  for (const CheckpointSection& section : reader.sections()) {
+    const bool is_known = std::ranges::any_of(
+        members_, [&](const auto& member) { return base_name(member->section) == base_name(section.name); });
+    if (!is_known)
+      problems +=
+          (problems.empty() ? "" : "\n") + ("section '" + section.name + "' of the checkpoint is not here");
+  }
   for (const auto& member : members_) {
     const CheckpointSection& section = reader.section(member->section);
     staged.sections.push_back(&section);
@@ -309,8 +317,9 @@ void Checkpointer::stage(CheckpointReader& reader, bool is_whole, Staged& staged
       const std::string& name = member->state.layout().param(piece.param).name;
       for (std::size_t k = 0; k < (is_whole ? piece.kinds.size() : 1); ++k) {
         if (piece.kinds[k] == nullptr) continue;
-        staged.values.emplace_back(static_cast<std::size_t>(piece.elems));
-        reader.read(member->section, name, kKinds[k], piece.begin, staged.values.back());
+        const auto elems = static_cast<std::size_t>(piece.elems);
+        staged.values.push_back(std::make_unique_for_overwrite<float[]>(elems));
+        reader.read(member->section, name, kKinds[k], piece.begin, {staged.values.back().get(), elems});
       }
     }
   }

@@ -46,7 +46,9 @@ struct LoadedRun {
 
 class Checkpointer {
  public:
-  /// optimizer  borrowed; its state is in the section "".
+  /// optimizer  borrowed; its state is in the section "". With config.async, or from the first save of a
+  /// device's state on,
+  ///            host memory for what this rank saves is kept: 12 bytes for each element that it owns.
   Checkpointer(DistributedAdam& optimizer, CheckpointConfig config);
   /// Several, as they are in an OptimizerChain; names are letters, digits, '_', '-' and '.'.
   Checkpointer(std::vector<OptimizerChain::Member> members, CheckpointConfig config);
@@ -55,37 +57,45 @@ class Checkpointer {
   Checkpointer(const Checkpointer&) = delete;
   Checkpointer& operator=(const Checkpointer&) = delete;
 
-  /// Saves the state as it is after all that was enqueued: as config.dir/step-%08d with the number of taken
-  /// steps. With config.async this returns when the copies were started, and the rest goes on beside the
-  /// training; else it returns when the checkpoint is complete, on the disk and the latest one. Throws
-  /// CheckpointError on every rank alike, for this save or, with config.async, for the one before it; what
-  /// was
-  ///         the latest checkpoint is intact then.
-  SavedRun save(const RunState& run = {});
+  /// Saves the state as it is after all that was enqueued, on `stream` too: as config.dir/step-%08d with the
+  /// number of taken steps. With config.async this returns when the copies were started, and the rest goes on
+  /// beside the training; else it returns when the checkpoint is complete, on the disk and the latest one.
+  /// Replays of a captured step are ordered against the copies on `stream` only. Throws  CheckpointError on
+  /// every rank alike, for this save or, with config.async, for the one before it, without
+  ///         a new one; what was the latest checkpoint is intact then.
+  SavedRun save(const RunState& run = {}, StreamRef stream = {});
   /// Waits for a save in flight. Throws as save(). Without one: nothing.
   SavedRun wait();
   /// Whether a save is in flight. Not collective.
   bool is_saving() const;
 
-  /// Restores the state and publishes it.
+  /// Restores the state and publishes it, after all that was enqueued, on `stream` too; complete when it
+  /// returns.
   ///
   /// path     a checkpoint's folder or the folder of all of them; empty: config.dir.
+  /// config   YAML that the saved configuration is compared with; empty: that of the first optimizer.
   /// Throws   DataError on every rank, naming file, param or key, for what is damaged or does not fit: params
   /// that are
-  ///          missing, unknown, or of another shape. Nothing was changed then.
-  LoadedRun load(const std::filesystem::path& path = {});
+  ///          missing, unknown, or of another shape; ContractError between grad_ready() and step(). Nothing
+  ///          was changed then.
+  LoadedRun load(const std::filesystem::path& path = {}, StreamRef stream = {},
+                 const std::string& config = {});
   /// The same for masters only: moments, steps, loss scale and hyper-parameters stay. Of RunState nothing is
   /// returned.
-  LoadedRun load_weights(const std::filesystem::path& path = {});
+  LoadedRun load_weights(const std::filesystem::path& path = {}, StreamRef stream = {});
 
  private:
   struct Member;
   struct Staged;
 
   Member& first() const { return *members_.front(); }
+  void make_snapshots();
   template <class Error, class Body>
   void agreed(const Body& body) const;
-  LoadedRun restore(const std::filesystem::path& path, bool is_whole);
+  LoadedRun restore(const std::filesystem::path& path, bool is_whole, StreamRef stream,
+                    const std::string& config);
+  void restore_groups(const CheckpointSection& section, StateAccess& state,
+                      std::vector<std::string>& differences) const;
   void stage(CheckpointReader& reader, bool is_whole, Staged& staged) const;
 
   CheckpointConfig config_;

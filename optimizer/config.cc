@@ -447,6 +447,10 @@ std::vector<Conflict> find_conflicts(const Config& config, DecaySteps decay_step
     found.push_back({"parallel.world_size", is_value("parallel.world_size", config.parallel.world_size) +
                                                 "0 or 1 when `parallel.transport` is self"});
   }
+  if (config.checkpoint.every > 0 && config.checkpoint.dir.empty()) {
+    found.push_back({"checkpoint.every", is_value("checkpoint.every", config.checkpoint.every) +
+                                             "0 when `checkpoint.dir` is empty"});
+  }
   return found;
 }
 

@@ -211,6 +211,7 @@ class DistributedAdam::Impl final : public StepPhases, public StateAccess {
       for (Work& work : reduced_elsewhere_) work.wait();
       grad_sync_.wait();
       param_sync_.wait_for_peers();
+      if (copied_ != nullptr) copied_->wait();
       last_.wait();
       return true;
     } catch (const std::exception&) {
@@ -246,10 +247,7 @@ class DistributedAdam::Impl final : public StepPhases, public StateAccess {
     is_taken_set_ = are_groups_changed_ = true;
   }
 
-  void join_all(StreamRef stream) override {
-    last_.join(stream);
-    join_copies(stream);
-  }
+  void join_all(StreamRef stream) override { join_enqueued(stream); }
 
   std::int64_t calls() override {
     reports_.settle();
@@ -313,7 +311,7 @@ class DistributedAdam::Impl final : public StepPhases, public StateAccess {
   std::vector<std::string> import_weights(std::span<const std::filesystem::path> files) {
     std::vector<std::string> left_out;
     std::vector<WeightPiece> pieces;
-    agreed(comm_, [&] {
+    agreed_over<DataError>(ranks_.comms(), [&] {
       const WeightFiles weights(files);
       left_out = weights.require_params(layout());
       for (const Segment& segment : segments_) {
@@ -408,20 +406,36 @@ class DistributedAdam::Impl final : public StepPhases, public StateAccess {
     return plan_.groups.groups[index(plan_.groups.group_of[index(param)])];
   }
 
-  void join_enqueued(StreamRef stream) override { last_.join(stream); }
-  void hold_changes(std::shared_ptr<const Event> copied) override { copied_ = std::move(copied); }
+  void require_between_steps() const override {
+    MXOPT_CHECK(grad_sync_.is_idle(),
+                "load: gradients were begun that no step() has used; call step() before, which skips what is "
+                "not finite");
+  }
+
+  void join_enqueued(StreamRef stream) override {
+    last_.join(stream);
+    join_copies(stream);
+  }
+
+  void hold_changes(std::shared_ptr<const Event> copied, StreamRef stream) override {
+    copied_ = std::move(copied);
+    // Replays call nothing of this.
+    if (was_captured_) copied_->join(stream);
+  }
 
   void note_restored(const StepState* state, StreamRef stream) override {
     for (std::size_t p = 0; p < coverage_.size(); ++p) {
       coverage_[p].add(0, layout().param(static_cast<int>(p)).elems());
     }
     if (state != nullptr) {
-      reports_.settle();
+      reports_.forget();
       scalars_.set_state(*state, stream);
       steps_taken_ = state->taken;
       calls_ = state->calls;
-      are_groups_changed_ = true;
       is_taken_set_ = false;
+      // Now and not with the next step(): replays of a captured one would go on with the values there were.
+      are_groups_changed_ = true;
+      if (!is_host()) tell_changes(stream);
     }
     last_.record(stream);
   }
@@ -548,6 +562,7 @@ class DistributedAdam::Impl final : public StepPhases, public StateAccess {
 
   StepReport report(StreamRef stream) override {
     if (underway_.is_captured) {
+      was_captured_ = true;
       param_sync_.forget_events();
       grad_sync_.forget_events();
       reduced_elsewhere_ = {};
@@ -942,7 +957,7 @@ class DistributedAdam::Impl final : public StepPhases, public StateAccess {
     record.loss_scale = outcome.loss_scale;
     record.tokens = outcome.tokens;
     record.next_loss_scale = after.loss_scale.scale;
-    record.lr = scheduled_lr(config_.schedule, {record.lr, config_.schedule.min_lr},
+    record.lr = scheduled_lr(config_.schedule, {record.lr, plan_.groups.groups[0].lr.floor},
                              outcome.taken ? after.taken : after.taken + 1);
     record.nonfinite_gradient_params = names_with_status(result.status, kStatusNonFiniteGradient);
     record.nonfinite_master_params = names_with_status(result.status, kStatusNonFiniteMaster);
@@ -999,6 +1014,7 @@ class DistributedAdam::Impl final : public StepPhases, public StateAccess {
   ConstructionReport report_;
   std::array<Work, 2> reduced_elsewhere_;  // of the statistics, over replicas and model-parallel ranks
   Underway underway_;
+  bool was_captured_ = false;
   std::shared_ptr<const Event> copied_;  // null: nothing is being copied
   Event last_;                           // the end of the newest call that enqueued work
   bool published_ = false;

@@ -6,6 +6,7 @@
 // and nowhere else.
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
 #include <memory>
 #include <span>
@@ -55,6 +56,8 @@ class GradSync {
   void forget_events() {
     for (Event* event : {&cleared_, &summed_}) *event = Event(storage_.device());
   }
+  /// Whether no param was ready since the last step.
+  bool is_idle() const { return works_.empty() && std::ranges::find(ready_ever_, 1) == ready_ever_.end(); }
   /// Later work of `stream` waits until gradients may be written.
   void join_reset(StreamRef stream) const { cleared_.join(stream); }
 

@@ -8,6 +8,14 @@
 
 namespace mxopt {
 
+std::vector<Communicator*> ParallelGroups::comms() const {
+  std::vector<Communicator*> all;
+  for (Communicator* comm : {data, model, replicas}) {
+    if (comm != nullptr) all.push_back(comm);
+  }
+  return all;
+}
+
 ParallelGroups ShardGroups::groups() const {
   return {*data, nullptr, replicas.get()};
 }

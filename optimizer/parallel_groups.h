@@ -3,6 +3,7 @@
 
 #include <cstdint>
 #include <memory>
+#include <vector>
 
 #include "mxopt/collectives/communicator.h"
 
@@ -31,6 +32,8 @@ struct ParallelGroups {
   /// experts.
   std::int64_t averaged_ranks = 0;
 
+  /// Those there are, the data-parallel one first.
+  std::vector<Communicator*> comms() const;
   std::int64_t replica_count() const { return replicas == nullptr ? 1 : replicas->size(); }
   std::int64_t model_ranks() const { return model == nullptr ? 1 : model->size(); }
   /// Ranks that add their gradients of one param.

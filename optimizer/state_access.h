@@ -43,12 +43,16 @@ class StateAccess {
   virtual std::span<const ParamGroup> param_groups() const = 0;
   virtual const ParamGroup& group_of(int param) const = 0;
 
-  /// Later work of `stream` waits for all that was enqueued.
+  /// Throws ContractError in the middle of a step: gradients were begun that no step() has used.
+  virtual void require_between_steps() const = 0;
+  /// Later work of `stream` waits for all that was enqueued, copies of the state included.
   virtual void join_enqueued(StreamRef stream) = 0;
-  /// State is changed again when the event has passed.
-  virtual void hold_changes(std::shared_ptr<const Event> copied) = 0;
+  /// State is changed again when the event has passed: by later calls, and by replays of a captured step on
+  /// `stream`.
+  virtual void hold_changes(std::shared_ptr<const Event> copied, StreamRef stream) = 0;
 
   /// What was enqueued on `stream` has changed masters of all params, and with `state` all of the rest.
+  /// Reports that nobody has read are dropped then: they are of what was given up.
   virtual void note_restored(const StepState* state, StreamRef stream) = 0;
   /// Takes effect at the next step. Those without a group of their name here are left out.
   virtual void set_param_groups(std::span<const ParamGroup> groups) = 0;

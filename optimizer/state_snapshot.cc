@@ -61,9 +61,12 @@ StateSnapshot::StateSnapshot(StateAccess& state, std::string section, bool copie
     memory_ = Buffer(bytes_of(pieces_), Device{}, pinned);
 }
 
-void StateSnapshot::take() {
+void StateSnapshot::take(StreamRef stream) {
   const Device device = state_.device();
-  groups_.assign(state_.param_groups().begin(), state_.param_groups().end());
+  taken_ = describe();
+  Event here(device);
+  here.record(stream);
+  here.join(stream_.ref());
   state_.join_enqueued(stream_.ref());
   copy_bytes(step_state_.data(), state_.step_state(), sizeof(StepState), device, stream_.ref());
   counted_ = std::make_shared<Event>(device);
@@ -81,7 +84,7 @@ void StateSnapshot::take() {
   }
   copied_ = std::make_shared<Event>(device);
   copied_->record(stream_.ref());
-  state_.hold_changes(copied_);
+  state_.hold_changes(copied_, stream);
 }
 
 std::int64_t StateSnapshot::steps_taken() const {
@@ -97,8 +100,33 @@ StepState StateSnapshot::step_state() const {
 
 CheckpointContents StateSnapshot::contents() const {
   copied_->wait();
+  CheckpointContents contents = taken_;
+  const StepState state = step_state();
+  ScalarState& scalars = contents.sections[0].scalars;
+  scalars.steps = state.taken;
+  scalars.calls = state.calls;
+  scalars.consecutive_skips = state.consecutive_skips;
+  scalars.skipped_total = state.skipped_total;
+  scalars.loss_scale = state.loss_scale.scale;
+  scalars.hysteresis_left = state.loss_scale.hysteresis_left;
+  scalars.clean_steps = state.loss_scale.clean_steps;
+  return contents;
+}
+
+/// Tables and slices; the latter point to where the values will be.
+CheckpointContents StateSnapshot::describe() const {
   CheckpointContents contents;
-  contents.sections.push_back(table());
+  CheckpointSection& section = contents.sections.emplace_back();
+  section.name = section_;
+  for (const int p : saved_params(state_.layout())) {
+    const ParamLayout& param = state_.layout().param(p);
+    section.params.push_back(
+        {param.name, param.shape, kinds_of(param), state_.group_of(p).name, format_text(param)});
+  }
+  for (const ParamGroup& group : state_.param_groups()) {
+    section.scalars.groups.push_back({group.name, group.lr.peak, group.lr.floor, group.weight_decay.start,
+                                      group.weight_decay.end, group.betas[0], group.betas[1], group.eps});
+  }
   const auto* copy = reinterpret_cast<const float*>(memory_.data());
   for (const StatePiece& piece : pieces_) {
     for (std::size_t k = 0; k < piece.kinds.size(); ++k) {
@@ -110,30 +138,6 @@ CheckpointContents StateSnapshot::contents() const {
     }
   }
   return contents;
-}
-
-CheckpointSection StateSnapshot::table() const {
-  CheckpointSection section;
-  section.name = section_;
-  for (const int p : saved_params(state_.layout())) {
-    const ParamLayout& param = state_.layout().param(p);
-    section.params.push_back(
-        {param.name, param.shape, kinds_of(param), state_.group_of(p).name, format_text(param)});
-  }
-  const StepState state = step_state();
-  ScalarState& scalars = section.scalars;
-  scalars.steps = state.taken;
-  scalars.calls = state.calls;
-  scalars.consecutive_skips = state.consecutive_skips;
-  scalars.skipped_total = state.skipped_total;
-  scalars.loss_scale = state.loss_scale.scale;
-  scalars.hysteresis_left = state.loss_scale.hysteresis_left;
-  scalars.clean_steps = state.loss_scale.clean_steps;
-  for (const ParamGroup& group : groups_) {
-    scalars.groups.push_back({group.name, group.lr.peak, group.lr.floor, group.weight_decay.start,
-                              group.weight_decay.end, group.betas[0], group.betas[1], group.eps});
-  }
-  return section;
 }
 
 }  // namespace mxopt

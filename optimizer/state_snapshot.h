@@ -22,12 +22,13 @@ class StateSnapshot {
   ///         contents were used.
   StateSnapshot(StateAccess& state, std::string section, bool copies);
 
-  /// Starts the copies, after all that was enqueued before. The optimizer changes its state only when they
-  /// are done.
-  void take();
+  /// Starts the copies, after all that was enqueued before, and all on `stream`. The optimizer changes its
+  /// state only when they are done.
+  void take(StreamRef stream = {});
   /// Taken steps at that moment. The host waits for what was enqueued before, not for the large copies.
   std::int64_t steps_taken() const;
-  /// The host waits for the copies. The slices lie in this object or, without copies, in the optimizer.
+  /// The host waits for the copies. The slices lie in this object or, without copies, in the optimizer. Any
+  /// thread may call it, and the optimizer may be gone where there are copies.
   CheckpointContents contents() const;
 
   const std::string& section() const { return section_; }
@@ -37,7 +38,7 @@ class StateSnapshot {
     return state_.groups().replicas == nullptr || state_.groups().replicas->rank() == 0;
   }
   StepState step_state() const;
-  CheckpointSection table() const;
+  CheckpointContents describe() const;
 
   StateAccess& state_;
   std::string section_;
@@ -46,7 +47,7 @@ class StateSnapshot {
   Buffer step_state_;
   Stream stream_;
   std::shared_ptr<Event> counted_, copied_;
-  std::vector<ParamGroup> groups_;  // at the time of take()
+  CheckpointContents taken_;  // but for the step's scalars
 };
 
 /// Name of the section that an optimizer's state is in: `name`, and with it the part of the model.

@@ -119,6 +119,11 @@ StepReport StepReports::add(StepRecord record, const Result& result, std::array<
   return StepReport(slot.pending);
 }
 
+void StepReports::forget() {
+  settle();
+  for (Slot& slot : slots_) slot.pending = nullptr;
+}
+
 void StepReports::settle() {
   // The oldest first: that is the order in which they become complete.
   for (std::size_t i = 0; i < slots_.size(); ++i) {

@@ -47,6 +47,9 @@ class StepReports {
   ///       for the sake of their deadlines.
   StepReport add(StepRecord record, const Result& result, std::array<Work, 3> last, StreamRef stream);
 
+  /// Completes all reports, and drops what was found by those that nobody has read.
+  void forget();
+
   /// Completes all reports; what they found is thrown when they are read.
   void settle();
 

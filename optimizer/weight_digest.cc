@@ -71,8 +71,9 @@ void require_equal_weights(DistributedAdam& optimizer, const ParallelGroups& gro
     text << '\n';
   }
   const LayoutField field = {"weights", text.str()};
-  require_agreement(*groups.data, std::span(&field, 1));
-  if (groups.replicas != nullptr) require_agreement(*groups.replicas, std::span(&field, 1));
+  std::vector<Communicator*> holders = {groups.data};
+  if (groups.replicas != nullptr) holders.push_back(groups.replicas);
+  require_agreement(holders, groups.comms(), std::span(&field, 1));
 }
 
 }  // namespace mxopt

@@ -7,9 +7,9 @@
 
 namespace mxopt {
 
-/// Collective over data-parallel ranks and replicas: compares planes, scales and values of all params by
-/// their checksums. Throws ContractError on every rank, naming the first param that differs and the ranks.
-/// Reads all weights through host memory: not for every step.
+/// Collective over all groups: compares, over data-parallel ranks and replicas, planes, scales and values of
+/// all params by their checksums. Throws ContractError on every rank, naming the first param that differs and
+/// the ranks. Reads all weights through host memory: not for every step.
 void require_equal_weights(DistributedAdam& optimizer, const ParallelGroups& groups, StreamRef stream = {});
 
 }  // namespace mxopt

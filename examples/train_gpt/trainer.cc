@@ -97,9 +97,13 @@ bool Trainer::run(const std::string& resume) {
   checkpoints_.wait();
   wait_for_all_params();
   traced_.barrier();  // with a deadline: a GPU has only been told to wait for the last gather
-  const bool is_complete = step == config_.train.last_step();
+  const bool is_complete = step >= config_.train.last_step();
   if (progress_ == nullptr) return is_complete;
-  if (!is_complete) progress_->note("stopped by a signal after step " + std::to_string(step));
+  if (!is_complete) {
+    progress_->note(
+        "stopped by a signal after step " + std::to_string(step) +
+        (config_.library.checkpoint.dir.empty() ? "; not saved, since checkpoint.dir is empty" : ""));
+  }
   if (step > made) progress_->finish(bf16_gather_bytes(), memory_line(optimizer_.construction().text()));
   return is_complete;
 }
@@ -119,7 +123,8 @@ std::int64_t Trainer::begin(const std::string& resume) {
     optimizer_.publish(tensor_stream(device_));
     return 0;
   }
-  const mxopt::LoadedRun loaded = checkpoints_.load(resume == "auto" ? dir : resume);
+  const mxopt::LoadedRun loaded =
+      checkpoints_.load(resume == "auto" ? dir : resume, tensor_stream(device_), yaml_);
   const auto made = loaded.run.user.find(kStepKey);
   if (made == loaded.run.user.end()) {
     throw mxopt::DataError(loaded.folder.string() + " is no checkpoint of train_gpt: it has no '" + kStepKey +
@@ -135,6 +140,15 @@ std::int64_t Trainer::begin(const std::string& resume) {
   return saved_step_;
 }
 
+/// The save that is in flight may have failed; the next one need not.
+void Trainer::finish_save() {
+  try {
+    checkpoints_.wait();
+  } catch (const mxopt::CheckpointError& error) {
+    if (progress_ != nullptr) progress_->note(std::string("warning: ") + error.what());
+  }
+}
+
 void Trainer::save(std::int64_t step) {
   if (saved_step_ == step || config_.library.checkpoint.dir.empty()) return;
   saved_step_ = step;
@@ -142,9 +156,10 @@ void Trainer::save(std::int64_t step) {
   // The data order is a function of the seed and this number.
   run.user[kStepKey] = std::to_string(step);
   run.config = yaml_;
-  const mxopt::SavedRun saved = checkpoints_.save(run);
+  finish_save();
+  const mxopt::SavedRun saved = checkpoints_.save(run, tensor_stream(device_));
   if (progress_ == nullptr) return;
-  std::string text = (checkpoints_.is_saving() ? "saving " : "saved ") + saved.folder.string();
+  std::string text = (config_.library.checkpoint.async ? "saving " : "saved ") + saved.folder.string();
   for (const std::string& line : saved.warnings) text += "\nwarning: " + line;
   progress_->note(text);
 }

@@ -50,6 +50,7 @@ class Trainer {
   /// Makes the weights those of a checkpoint or the initial ones. Returns the steps that were made before.
   std::int64_t begin(const std::string& resume);
   void save(std::int64_t step);
+  void finish_save();
   StepMetrics train_step(std::int64_t step);
   PlaneWaits compute_gradients(std::int64_t step);
   std::vector<PhaseTime> phase_times(const PlaneWaits& waits, const mxopt::PhaseTimes& host);

@@ -29,9 +29,8 @@ void BackgroundSave::start(CheckpointJob job, std::function<CheckpointContents()
   auto flight = std::make_unique<Flight>();
   flight->job = std::move(job);
   flight->make = std::move(make);
-  flight->saved = std::async(std::launch::async, [own = flight.get(), hook] {
-    return write_checkpoint(own->job, own->make(), hook);
-  });
+  flight->saved = std::async(
+      std::launch::async, [own = flight.get(), hook] { return write_checkpoint(own->job, own->make, hook); });
   flight_ = std::move(flight);
 }
 

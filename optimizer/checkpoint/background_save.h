@@ -22,8 +22,7 @@ class BackgroundSave {
 
   /// Returns at once. The slices' memory must stay as it is until the save is over.
   /// make    gives the contents; called from the thread of the save, so that it may wait for copies. What it
-  /// throws,
-  ///         wait() throws.
+  ///         throws is a failure of this writer.
   /// hook    as for write_checkpoint(), but used from the thread of the save.
   /// Throws  ContractError if the save before it has not been waited for.
   void start(CheckpointJob job, std::function<CheckpointContents()> make, FileHook* hook = nullptr);

@@ -175,6 +175,10 @@ std::vector<std::string> prune_checkpoints(const std::filesystem::path& dir, int
   attempt_to(warnings, [&] {
     std::vector<CheckpointListing> listings = list_checkpoints(dir);
     std::erase_if(listings, [](const CheckpointListing& listing) { return !listing.complete; });
+    // Not by step: a run that went back to an older one must keep what it saves, and not what it left.
+    std::ranges::stable_sort(listings, {}, [](const CheckpointListing& listing) {
+      return std::filesystem::last_write_time(listing.folder / "manifest.json");
+    });
     const auto kept = static_cast<std::size_t>(keep_last);
     for (std::size_t i = 0; i + kept < listings.size(); ++i) {
       if (listings[i].is_latest) continue;

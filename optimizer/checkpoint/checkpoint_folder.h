@@ -43,7 +43,7 @@ void publish_checkpoint(const std::filesystem::path& dir, const std::filesystem:
                         std::int64_t step, const std::string& attempt, FileHook* hook);
 
 /// Removes what other saves have left over, and, if keep_last > 0, all complete checkpoints but the keep_last
-/// of the highest steps and the latest one. Returns what could not be done, as warnings.
+/// that were saved last, and the latest one. Returns what could not be done, as warnings.
 std::vector<std::string> prune_checkpoints(const std::filesystem::path& dir, int keep_last,
                                            const std::string& attempt, FileHook* hook);
 

@@ -82,11 +82,12 @@ std::string seconds_text(double seconds) {
 
 class Save {
  public:
-  Save(const CheckpointJob& job, const CheckpointContents& contents, FileHook* hook)
+  Save(const CheckpointJob& job, const std::function<CheckpointContents()>& make, FileHook* hook)
       : job_(job),
-        contents_(contents),
+        make_(make),
         hook_(hook),
         deadline_(job.timeout_s),
+        leader_deadline_(job.timeout_s * kLeaderShare),
         folder_(hidden_path(job.dir, "tmp", job.step, job.attempt)),
         outcome_(hidden_path(job.dir, "result", job.step, job.attempt)) {}
 
@@ -128,6 +129,7 @@ class Save {
   std::string write_part() {
     try {
       make_folders();
+      contents_ = make_();
       Manifest part;
       part.library_version = MXOPT_VERSION;
       part.step = job_.step;
@@ -143,6 +145,7 @@ class Save {
       return {};
     } catch (const std::exception& error) {  // handed to all writers, this one included
       const std::string problem = "writer " + std::to_string(job_.writer) + ": " + error.what();
+      make_room();
       post_problem(problem);
       return problem;
     }
@@ -152,6 +155,14 @@ class Save {
     make_folder(job_.dir, hook_);
     make_folder(folder_, hook_);
     has_folder_ = true;
+  }
+
+  /// On a full disk there is none for the problem's text as long as this writer's file is there.
+  void make_room() {
+    try {
+      remove_path(folder_ / rank_file_name(job_.writer, job_.writers), hook_);
+    } catch (const FileError&) {  // then there may be no room, and the others have their deadlines
+    }
   }
 
   void post_problem(const std::string& problem) {
@@ -260,7 +271,6 @@ class Save {
 
   Manifest collect_parts() {
     Poll poll(job_.writers);
-    const Deadline deadline(job_.timeout_s * kLeaderShare);
     std::vector<int> missing;
     for (int writer = 0; writer < job_.writers; ++writer) missing.push_back(writer);
     Manifest all;
@@ -273,7 +283,7 @@ class Save {
       }
       missing = std::move(still);
       if (missing.empty()) break;
-      if (deadline.passed()) fail_late(missing);
+      if (leader_deadline_.passed()) fail_late(missing);
       poll.wait();
     }
     check_manifest(all, (folder_ / "manifest.json").string());
@@ -351,9 +361,10 @@ class Save {
   }
 
   const CheckpointJob& job_;
-  const CheckpointContents& contents_;
+  const std::function<CheckpointContents()>& make_;
+  CheckpointContents contents_;  // after make_()
   FileHook* hook_;
-  Deadline deadline_;
+  Deadline deadline_, leader_deadline_;
   std::filesystem::path folder_;
   std::filesystem::path outcome_;
   bool has_folder_ = false;
@@ -362,10 +373,16 @@ class Save {
 
 }  // namespace
 
-SavedCheckpoint write_checkpoint(const CheckpointJob& job, const CheckpointContents& contents,
+SavedCheckpoint write_checkpoint(const CheckpointJob& job, const std::function<CheckpointContents()>& make,
                                  FileHook* hook) {
   check_job(job);
-  return Save(job, contents, hook).run();
+  return Save(job, make, hook).run();
+}
+
+SavedCheckpoint write_checkpoint(const CheckpointJob& job, const CheckpointContents& contents,
+                                 FileHook* hook) {
+  return write_checkpoint(
+      job, [&contents] { return contents; }, hook);
 }
 
 }  // namespace mxopt

@@ -8,6 +8,7 @@
 
 #include <cstdint>
 #include <filesystem>
+#include <functional>
 #include <string>
 #include <vector>
 
@@ -48,6 +49,9 @@ struct SavedCheckpoint {
 ///         call; where writer 0 died while it published, at most 10 s later. What was the latest checkpoint
 ///         before is intact and still there.
 SavedCheckpoint write_checkpoint(const CheckpointJob& job, const CheckpointContents& contents,
+                                 FileHook* hook = nullptr);
+/// The same; what `make` throws is a failure of this writer, which the others hear of.
+SavedCheckpoint write_checkpoint(const CheckpointJob& job, const std::function<CheckpointContents()>& make,
                                  FileHook* hook = nullptr);
 
 }  // namespace mxopt

@@ -83,5 +83,39 @@ TEST(OptimizerAgreement, IsControlTrafficAndTheSameOnAllRanks) {
   EXPECT_EQ(signatures[2], signatures[0]);
 }
 
+TEST(Agreement, OfSeveralGroupsIsToldToAll) {
+  // Pairs compare; the other direction hears.
+  test::run_ranks(4, [](Communicator& all) {
+    const auto pair = all.split(all.rank() / 2, all.rank());
+    const auto other = all.split(all.rank() % 2, all.rank());
+    Communicator* const compare[] = {pair.get()};
+    Communicator* const tell[] = {pair.get(), other.get()};
+    const LayoutField equal = {"text", std::to_string(all.rank() / 2)};
+    EXPECT_NO_THROW(require_agreement(compare, tell, std::span(&equal, 1)));
+    const LayoutField one = {"text", all.rank() == 3 ? "b" : "a"};
+    EXPECT_TRUE(test::contains(
+        test::thrown_message<ContractError>([&] { require_agreement(compare, tell, std::span(&one, 1)); }),
+        "ranks disagree"));
+  });
+}
+
+TEST(Agreement, AProblemOfOneRankIsThrownOnAll) {
+  test::run_ranks(4, [](Communicator& all) {
+    const auto pair = all.split(all.rank() / 2, all.rank());
+    const auto other = all.split(all.rank() % 2, all.rank());
+    Communicator* const comms[] = {pair.get(), other.get()};
+    EXPECT_NO_THROW(agreed_over<DataError>(comms, [] {}));
+    const auto body = [&] {
+      if (all.rank() == 2) throw ConfigError("broken");
+    };
+    if (all.rank() == 2) {
+      EXPECT_THROW(agreed_over<DataError>(comms, body), ConfigError);
+    } else {
+      EXPECT_TRUE(test::contains(
+          test::thrown_message<DataError>([&] { agreed_over<DataError>(comms, body); }), "broken"));
+    }
+  });
+}
+
 }  // namespace
 }  // namespace mxopt

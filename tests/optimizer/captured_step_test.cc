@@ -5,8 +5,10 @@
 #include "support/captured_scenario.h"
 #include "support/devices.h"
 #include "support/optimizer_fixture.h"
+#include "support/temporary_folder.h"
 #include "support/thrown_message.h"
 
+#include "mxopt/optimizer/checkpointer.h"
 #include "mxopt/optimizer/optimizer_chain.h"
 
 namespace mxopt {
@@ -127,6 +129,67 @@ test::Facts run_chain(bool is_captured) {
 TEST(CapturedStep, OfAChainIsThatOfAllMembers) {
   MXOPT_SKIP_WITHOUT(kCuda);
   EXPECT_TRUE(test::same_facts(run_chain(false), run_chain(true)));
+}
+
+TEST(CapturedStep, ReplaysGoOnAroundSavesAndAfterALoad) {
+  MXOPT_SKIP_WITHOUT(kCuda);
+  const test::TemporaryFolder folder;
+  const Stream stream(kCuda);
+  const auto native = static_cast<cudaStream_t>(stream.ref().native());
+  SelfCommunicator comm(kCuda);
+  // Large enough that a copy of it takes longer than a step.
+  const std::vector<ParamSpec> specs{test::spec("a", {4096, 8192}, ParamFormat::kMxfp8, Storage::kBoth)};
+  Config config;
+  config.schedule.kind = ScheduleKind::kLinear;
+  config.schedule.decay_steps = 50;
+  config.schedule.warmup_steps = 10;
+  DistributedAdam opt(specs, config, comm, kCuda);
+  test::set_all_initial(opt, specs, 0, stream.ref());
+  opt.publish(stream.ref());
+  CheckpointConfig saves;
+  saves.dir = folder.path().string();
+  saves.async = true;
+  Checkpointer checkpoints(opt, saves);
+  const auto fill = [&](int step) {
+    std::vector<float> values(static_cast<std::size_t>(opt.grad("a").data.elems),
+                              static_cast<float>(1 + step % 3));
+    copy_bytes(opt.grad("a").data.data, values.data(), opt.grad("a").data.bytes(), kCuda, stream.ref());
+  };
+  const auto master = [&] {
+    const std::span<float> owned = opt.owned("a").master;
+    std::vector<float> values(owned.size());
+    copy_bytes(values.data(), owned.data(), static_cast<std::int64_t>(owned.size_bytes()), kCuda,
+               stream.ref());
+    synchronize(kCuda, stream.ref());
+    return values;
+  };
+  fill(0);
+  static_cast<void>(*opt.step(stream.ref()));
+  ASSERT_EQ(cudaDeviceSynchronize(), cudaSuccess);
+  ASSERT_EQ(cudaStreamBeginCapture(native, cudaStreamCaptureModeThreadLocal), cudaSuccess);
+  opt.step(stream.ref());
+  cudaGraph_t captured = nullptr;
+  ASSERT_EQ(cudaStreamEndCapture(native, &captured), cudaSuccess);
+  cudaGraphExec_t graph = nullptr;
+  ASSERT_EQ(cudaGraphInstantiate(&graph, captured, 0), cudaSuccess);
+  EXPECT_EQ(cudaGraphDestroy(captured), cudaSuccess);
+  const auto replay = [&](int step) {
+    fill(step);
+    EXPECT_EQ(cudaGraphLaunch(graph, native), cudaSuccess);
+  };
+  for (int step = 1; step < 5; ++step) replay(step);
+  // Nothing waits for the replays before the save, and the next one follows at once.
+  checkpoints.save({}, stream.ref());
+  replay(5);
+  const std::vector<float> after = master();
+  EXPECT_EQ(checkpoints.wait().folder.filename(), "step-00000005");
+  for (int step = 6; step < 9; ++step) replay(step);
+  // Back to step 5 beside the replays, and on with the same graph.
+  EXPECT_EQ(checkpoints.load({}, stream.ref()).step, 5);
+  replay(5);
+  EXPECT_TRUE(test::bits_equal(after, master()));
+  EXPECT_EQ(opt.last_report(stream.ref())->step, 6);
+  EXPECT_EQ(cudaGraphExecDestroy(graph), cudaSuccess);
 }
 
 TEST(CapturedStep, WhatIsNotSentYetIsRefused) {

@@ -483,6 +483,8 @@ TEST_F(ConfigFile, BadConfigurationsPrintExactlyThis) {
        "this one and wins"},
       {"parallel: {transport: self, world_size: 2}\n",
        "run.yaml:1:41: `parallel.world_size` is 2; allowed: 0 or 1 when `parallel.transport` is self"},
+      {"checkpoint: {every: 5}\n",
+       "run.yaml:1:21: `checkpoint.every` is 5; allowed: 0 when `checkpoint.dir` is empty"},
   };
   for (const BadConfig& c : cases) EXPECT_EQ(error(c.text), c.message) << c.text;
 }

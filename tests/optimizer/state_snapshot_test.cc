@@ -36,7 +36,8 @@ class State final : public StateAccess {
   std::span<const ParamGroup> param_groups() const override { return {&group_, 1}; }
   const ParamGroup& group_of(int) const override { return group_; }
   void join_enqueued(StreamRef) override { ++joined; }
-  void hold_changes(std::shared_ptr<const Event> copied) override { held = std::move(copied); }
+  void require_between_steps() const override {}
+  void hold_changes(std::shared_ptr<const Event> copied, StreamRef) override { held = std::move(copied); }
   void note_restored(const StepState*, StreamRef) override {}
   void set_param_groups(std::span<const ParamGroup>) override {}
 

@@ -181,7 +181,7 @@ TEST(CheckpointWriter, RefusesAJobThatIsNotAllowedBeforeAnythingIsChanged) {
   const auto problem = [&](const std::function<void(CheckpointJob&)>& change) {
     CheckpointJob job = test::make_job(folder / "new", 1);
     change(job);
-    return thrown_message<ContractError>([&] { write_checkpoint(job, {}); });
+    return thrown_message<ContractError>([&] { write_checkpoint(job, CheckpointContents()); });
   };
   EXPECT_TRUE(contains(problem([](CheckpointJob& job) { job.dir.clear(); }), "dir is empty"));
   EXPECT_TRUE(contains(problem([](CheckpointJob& job) { job.step = -1; }), "step -1; allowed is 0 or more"));
