@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <array>
+#include <atomic>
 #include <chrono>
 #include <condition_variable>
 #include <csignal>
@@ -151,7 +152,7 @@ class Link : public std::enable_shared_from_this<Link> {
 
   void on_read(error_code error, std::size_t bytes) {
     if (state_ == State::kClosed) return;
-    if (error) return end(error == asio::error::eof ? std::string(kConnectionEnded) : error.message(), false);
+    if (error) return end(reason_of(error), false);
     std::span<const std::uint8_t> rest(in_.data(), bytes);
     while (!rest.empty() && state_ == State::kOpen) {
       rest = rest.subspan(decoder_.take(rest));
@@ -159,6 +160,12 @@ class Link : public std::enable_shared_from_this<Link> {
       if (const std::optional<Frame> frame = decoder_.next()) owner_.on_frame(*this, *frame);
     }
     if (state_ != State::kClosed) read();
+  }
+  /// A process that ends with something unread in its buffer resets the connection.
+  static std::string reason_of(error_code error) {
+    const bool has_ended = error == asio::error::eof || error == asio::error::connection_reset ||
+                           error == asio::error::broken_pipe;
+    return has_ended ? std::string(kConnectionEnded) : error.message();
   }
   void end(const std::string& reason, bool is_stranger) {
     const bool was_open = state_ == State::kOpen;
@@ -370,6 +377,7 @@ class TcpRendezvous::Service : public Link::Owner {
   void stop_serving();
 
   std::thread thread_;
+  std::atomic<bool> closing_ = false;
   int open_links_ = 0;
   bool member_ = false;
   bool failed_ = false;
@@ -450,7 +458,7 @@ void TcpRendezvous::Service::serve() noexcept {
 }
 
 void TcpRendezvous::Service::close() noexcept {
-  if (!thread_.joinable()) return;
+  if (closing_.exchange(true) || !thread_.joinable()) return;
   asio::post(io_, [this] { stop_serving(); });
   thread_.join();
 }
@@ -473,10 +481,11 @@ void TcpRendezvous::Service::stop_if_idle() {
 
 void TcpRendezvous::Service::tick() {
   if (stopping_) return;
-  send_heartbeats();
+  // First: what is told of a loss must not queue behind a heartbeat.
   const std::optional<PeerWatch::Silent> silent = watch_.tick(Clock::now());
   if (silent.has_value()) on_silent(*silent);
   if (is_lost_ || failed_) return;
+  send_heartbeats();
   tick_timer_.expires_after(duration_of(options_.heartbeat_s));
   tick_timer_.async_wait([this](error_code error) {
     if (!error) tick();
@@ -514,13 +523,12 @@ void TcpRendezvous::Service::fail(std::exception_ptr failure) {
 }
 
 PeerError TcpRendezvous::Service::error_of(const PeerLoss& culprit) const {
-  const bool is_known = !culprit.host.empty();
   return PeerError({.operation = "rendezvous",
                     .elapsed_ms = Seconds(Clock::now() - begin_).count() * 1000,
                     .rank = own_.rank,
                     .culprit_rank = culprit.rank,
-                    .host = is_known ? culprit.host : own_.host,
-                    .pid = is_known ? culprit.pid : own_.pid,
+                    .host = culprit.host,  // none where it never came
+                    .pid = culprit.pid,
                     .reason = culprit.reason});
 }
 
@@ -537,7 +545,7 @@ void TcpRendezvous::Service::lose(PeerLoss loss, bool tells_others) {
 }
 
 void TcpRendezvous::Service::abort(const std::string& reason) noexcept {
-  if (!thread_.joinable()) return;
+  if (closing_) return;
   asio::post(io_, [this, reason] {
     lose({.rank = own_.rank, .host = own_.host, .pid = own_.pid, .reason = "it aborted: " + reason}, true);
   });
@@ -940,7 +948,12 @@ void TcpRendezvous::Server::on_silent(const PeerWatch::Silent& silent) {
 
 Report TcpRendezvous::Server::slowest_report() const {
   const auto now = Clock::now();
+  // Those that left in good order have nothing more to do.
+  const auto has_left = [&](const Report& report) {
+    return report.heartbeat.rank != 0 && members_[static_cast<std::size_t>(report.heartbeat.rank)] == nullptr;
+  };
   return *std::min_element(reports_.begin(), reports_.end(), [&](const Report& a, const Report& b) {
+    if (has_left(a) != has_left(b)) return has_left(b);
     if (a.heartbeat.sequence != b.heartbeat.sequence) return a.heartbeat.sequence < b.heartbeat.sequence;
     return a.age_ms(now) > b.age_ms(now);
   });

@@ -2,8 +2,9 @@
 //
 // Rank 0 listens, every other rank connects to it and says who it is. When all have come and every rank has
 // the table of ranks and rank 0's payload, join() returns on all of them; when one does not come, does not
-// fit or dies before, join() throws the same reason on all that were there. Then the connections stay: each
-// rank is heard at every heartbeat, and when one dies or stops, all learn which one.
+// fit or dies before, join() throws the same reason on all that were there; only where rank 0 dies while it
+// tells them that the group is complete, some may know and others not. Then the connections stay: each rank
+// is heard at every heartbeat, and when one dies or stops, all learn which one.
 //
 // The network is trusted: nothing is encrypted. What is no rank of this job (port scanners, ranks of an old
 // job) is turned away and counted, and holds up nothing.
@@ -79,7 +80,8 @@ struct RendezvousOptions {
   std::function<std::vector<std::uint8_t>()> make_payload = {};
   /// Rank 0: called by join() with the port, before it waits.
   std::function<void(int port)> on_listening = {};
-  /// Called once, on the serving thread, when lost() begins to have a value. Must not throw or wait.
+  /// Called once, on the serving thread, when lost() begins to have a value; that may be before join() has
+  /// returned. Must not throw or wait.
   std::function<void(const PeerLoss&)> on_lost = {};
 };
 
