@@ -34,8 +34,8 @@ if(WAY STREQUAL "installed")
   endforeach()
   run("configure" ${configure} -DCMAKE_BUILD_TYPE=${CONFIG} -DCMAKE_PREFIX_PATH=${WORK}/prefix)
 else()
-  # Debug, since all layers are built again here.
-  run("configure" ${configure} -DCMAKE_BUILD_TYPE=Debug -DMXOPT_SOURCE_DIR=${ROOT} ${OPTIONS})
+  # Debug and for one architecture, since all layers are built again here.
+  run("configure" ${configure} -DCMAKE_BUILD_TYPE=Debug -DCMAKE_CUDA_ARCHITECTURES=90 -DMXOPT_SOURCE_DIR=${ROOT} ${OPTIONS})
 endif()
 
 run("build" ${CMAKE_COMMAND} --build ${WORK}/build)
