@@ -68,7 +68,7 @@ WeightPiece WeightFiles::read(const std::string& name, const Segment& segment) c
   }
   std::vector<Bf16> values(piece.values.size());
   file.read(name, segment.param_begin, segment.elems, std::as_writable_bytes(std::span(values)));
-  std::ranges::transform(values, piece.values.begin(), bf16_to_fp32);
+  std::ranges::transform(values, piece.values.begin(), [](Bf16 value) { return bf16_to_fp32(value); });
   return piece;
 }
 
